@@ -55,20 +55,20 @@ class Scorer(Protocol):
     `async def`, which is awaited on the worker's event loop and must not block it. Only the attribute `name` is
     required:
 
-    accepts        a tuple of "image", "video" and "audio": the parts of a sample's media that it can score. It must be able
-                   to score a sample that has one of them, and receives `Media`. A class without this attribute scores
-                   images, and receives them as arrays.
+    accepts        a tuple of "image", "video" and "audio": the parts of a sample's media that it can score. It must be
+                   able to score a sample that has one of them, and receives `Media`. A class without it scores images,
+                   and receives arrays.
     requires       a tuple of parts that every sample must have together. Default: any one of the accepted parts.
-    concurrency    the number of calls that may run at once, None for any number. Default: one call of a plain method, any
-                   number of an asynchronous one. If several are allowed, a slow call is hedged after `hedge_s`.
+    concurrency    the number of calls that may run at once, None for any number. Default: one call of a plain method,
+                   any number of an asynchronous one. If several are allowed, a slow call is hedged after `hedge_s`.
     needs          a tuple of what every prompt must have: "target", "images" or keys of its metadata. Checked before
                    anything is started.
-    cost           the resource that a sample uses: "cpu" (the default), this machine's CPUs; "model", a model that wants an
-                   accelerator; "elsewhere", a server's time and none of the worker's.
-    deterministic  True if an answer follows from the media and from the prompt's text, target, metadata and images alone.
-                   `reward.cache` then stores it. Other parameters, another version of its package or another source file of
-                   its class make another scorer. An attribute `version`, a text, declares anything else that its answers
-                   depend on, such as a model's version.
+    cost           the resource that a sample uses: "cpu" (the default), this machine's CPUs; "model", a model that
+                   wants an accelerator; "elsewhere", a server's time and none of the worker's.
+    deterministic  True if an answer follows from the media and from the prompt's text, target, metadata and images
+                   alone. `reward.cache` then stores it. Other parameters, another version of its package or another
+                   source file of its class make another scorer. An attribute `version`, a text, declares anything else
+                   that its answers depend on, such as a model's version.
 
     If a class's constructor requires a keyword `device`, the run passes it: the accelerator that torch sees if the
     worker has one, otherwise "cpu".

@@ -21,8 +21,8 @@ Build = Callable[[schema.Scorer, float], Scorer]
 def _built(label: str, config: schema.Scorer, gpus: float, build: Build) -> Scorer:
     """Build a scorer.
 
-    WrongScorer, one line without the scorer's credentials, if that fails; ScorerConfigError if its parameters do not
-    fit."""
+    Raises WrongScorer, one line without the scorer's credentials, if that fails; ScorerConfigError if its parameters do
+    not fit."""
     try:
         return build(config, gpus)
     except registry.ScorerConfigError:
@@ -32,7 +32,7 @@ def _built(label: str, config: schema.Scorer, gpus: float, build: Build) -> Scor
 
 
 class Member(NamedTuple):
-    """A scorer of a reward. `identity`: of its answers, see `cache.identity_of`; None: they are not kept."""
+    """A scorer of a reward. `identity`: of its answers, see `cache.identity_of`; None if they are not cached."""
 
     label: str
     config: schema.Scorer
@@ -49,7 +49,7 @@ class LoadedReward:
         Args:
             reward: the recipe's section.
             gpus: the accelerators of this worker.
-            build: makes a scorer of its entry of `reward.scorers`."""
+            build: makes a scorer from its entry of `reward.scorers`."""
         if not reward.scorers:
             raise registry.ScorerConfigError(f"reward.scorers is empty; registered are {', '.join(registry.names())}")
         self.formula = RewardFormula(reward)
@@ -61,7 +61,7 @@ class LoadedReward:
 
     @classmethod
     def of(cls, reward: schema.Reward, *scorers: Scorer) -> LoadedReward:
-        """Return a reward of scorers that are built already, in place of those that `reward` names."""
+        """Return a reward of already built scorers, which replace the scorers that `reward` names."""
         configs = tuple(schema.Scorer(name=scorer.name) for scorer in scorers)
         loaded = cls.__new__(cls)
         loaded.formula = RewardFormula(msgspec.structs.replace(reward, scorers=configs))
