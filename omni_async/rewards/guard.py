@@ -280,7 +280,7 @@ class GuardedScorer:
         return f"scorer {self._label!r}: {calls}; give its calls a timeout of their own"
 
     async def _call(self, media: MediaList, prompts: Prompts) -> Answer:
-        """Return the first answer of a call, or of a concurrent second call if the first is slow and a hedge is allowed."""
+        """Return the first answer of a call, or of a concurrent second call if the first is slow and may be hedged."""
         if len(self._given_up) >= self._most_hanging and not await self._one_returns():
             if not self.down:
                 raise ScorerHangs(self._hanging())  # the scorer answers some calls, but has no threads for more

@@ -1,8 +1,8 @@
 """Calls the scorers of a reward for a sample concurrently, and combines their answers.
 
-Every scorer has its own queue, from which batches are formed; none waits for another. Waits for the scorers, each
-behind its guard (`omni_async.rewards.guard`), for the file of cached answers, if any, and for the pauses between
-attempts of optional scorers. Answers of deterministic scorers are looked up before the scorers are called.
+Every scorer has its own queue and forms batches from it; none waits for another. Waits for the scorers, each behind its
+guard (`omni_async.rewards.guard`), for the file of cached answers, if any, and for the pauses between attempts of
+optional scorers. Answers of deterministic scorers are looked up before the scorers are called.
 
 If a scorer fails for a sample, the other scorers' answers are kept for a while, so that a retry does not call them
 again.

@@ -1,4 +1,4 @@
-"""Provides threads for blocking calls, some of which never return.
+"""Provides threads for blocking calls; some of the calls never return.
 
 Owns the threads, and waits for nothing.
 

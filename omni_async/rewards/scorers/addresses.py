@@ -32,7 +32,7 @@ def urls_of(server: Server) -> dict[str, str]:
 
 
 class KnownAddresses:
-    """The addresses of a recipe's servers. `of_run`: returns the addresses of servers that the run started; None without it."""
+    """The addresses of a recipe's servers. `of_run` returns the addresses of servers that the run started, if any."""
 
     def __init__(self, reward: Reward, of_run: Addresses | None) -> None:
         self._servers = {server.name: server for server in reward.servers}

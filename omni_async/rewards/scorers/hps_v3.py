@@ -4,7 +4,7 @@ A Qwen2-VL reads the image and a question about it that contains the prompt. A p
 between them maps its state at a special token of the question to two numbers, mu and log(sigma). The preference is a
 normal distribution, and value = mu. Images are scaled to 256 x 28 x 28 pixels, as for the published scores.
 
-The question belongs to the weights, and is not part of this package: it is read from a file.
+The question belongs to the weights, not to this package: it is read from a file.
 """
 
 from __future__ import annotations

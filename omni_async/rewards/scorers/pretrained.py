@@ -31,7 +31,7 @@ _PROCESSOR_FILES = (".json", ".txt", ".model", ".jinja")  # of tokenizers, image
 
 
 def folder_of(path: str) -> Path:
-    """Return the folder `path`, or its folder in the hub's cache if `path` is the `owner/name` of a checkpoint there."""
+    """Return the folder `path`, or its folder in the hub's cache if `path` is the `owner/name` of a checkpoint."""
     folder = Path(path).expanduser()
     return folder if folder.exists() else downloaded(path) or folder
 
@@ -86,7 +86,7 @@ def version_of(model: Any, prepared: Path, device: str) -> str:
     Args:
         model: on the CPU; its weights and its configuration count.
         prepared: the folder with the tokenizer and the processor; the content of their files counts.
-        device: the one that it will run on; only its kind counts."""
+        device: its future device; only the device's kind counts."""
     import PIL
     import torch
     import transformers

@@ -5,8 +5,8 @@ white space or case, with the wanted text, n characters long:
 
     value = 1 if the wanted text occurs in it, else 1 - min(Levenshtein distance, n) / n
 
-For a video `frames` frames are read, as by the scorer `ocr`. That scorer reads one line that fills the image: it is
-faster, and wrong for a photograph of a shop sign.
+For a video `frames` frames are read, as by the scorer `ocr`. The scorer `ocr` reads one line that fills the image: it
+is faster, and wrong for a photograph of a shop sign.
 """
 
 from __future__ import annotations
