@@ -4,7 +4,7 @@ A name is in the table below, or an entry point of the group `omni_async.scorers
 constructor's keyword arguments, checked against its type hints (`Annotated[int, Meta(ge=1)]` bounds included). A
 scorer's module is foreign code: any failure of its import becomes one line with the place of the failure.
 
-A parameter `env:NAME`, at any depth, is the value of the environment variable NAME on the machine that builds the
+A parameter `env:NAME`, at any depth, is the value of the environment variable NAME in the process that builds the
 scorer, so no recipe needs to contain a secret. The value of such a parameter, or of a parameter named like a secret, is
 masked in everything the scorer raises.
 """

@@ -149,7 +149,7 @@ class EmulatedEngine:
         self._waiting: deque[_Sample] = deque()
         self._running: list[_Sample] = []
         self._step_s = 0.0  # of the running batch
-        self._since: float | None = None  # when the running step could have started, until it starts
+        self._since: float | None = None  # when the batch could have started, until it starts
         self._swap: _Swap | None = None
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None

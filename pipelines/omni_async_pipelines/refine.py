@@ -83,7 +83,7 @@ def _prompt_check(config: Config) -> PromptCheck | None:
 class Refine:
     """The program: `calls` calls, with `judge` before every call except the first.
 
-    The judge is named `label`. It runs off the event loop, in one call for all waiting samples."""
+    The judge is named `label`. It does not block the event loop, and scores all waiting samples in one call."""
 
     def __init__(self, calls: int, edit: str, label: str, judge: Discreet, reward: Reward | None = None) -> None:
         """Store the settings.

@@ -333,10 +333,10 @@ def group_on(device: torch.device, store: Any, rank: int, size: int, timeout: ti
     """Make an unregistered process group of the backend that torch has for the device's type.
 
     Args:
-        device: whose memory the group broadcasts.
-        store: of torch.distributed, through which its members find each other.
-        rank: this member's number; 0 is the sender.
-        size: the number of members.
+        device: the group broadcasts its memory.
+        store: of torch.distributed, through which the ranks find each other.
+        rank: this process's; 0 is the sender.
+        size: the number of ranks.
         timeout: after which the backend itself gives a call up."""
     name = dist.get_default_backend_for_device(device.type)
     plugin = dist.Backend._plugins.get(name.upper())

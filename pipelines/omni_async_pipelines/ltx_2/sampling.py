@@ -89,7 +89,7 @@ class LTX2Sampling(SamplingSpec, frozen=True, kw_only=True):
     def media(self) -> tuple[MediaShape, ...]:
         mel_frames = (
             MEL_TEMPORAL * (self.audio_frames - 1) + 1
-        )  # the VAE is causal: the first latent is of one frame
+        )  # the first latent is of one frame, because the VAE is causal
         return (
             MediaShape("video", (self.num_frames, 3, self.height, self.width), self.fps),
             MediaShape("audio", (CHANNELS, mel_frames * VOCODER_RATE // MEL_RATE), VOCODER_RATE),

@@ -13,7 +13,7 @@ PROMPT_TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial"
     " relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
-# Tokens of the template's system part, whose hidden states are dropped without a check of the tokenizer's result.
+# Tokens of the template's system part. This many hidden states are dropped, whatever the tokenizer returned for it.
 NUM_TEMPLATE_TOKENS = 34
 MAX_TEXT_TOKENS = 1024
 

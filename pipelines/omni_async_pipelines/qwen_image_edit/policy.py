@@ -65,9 +65,7 @@ class QwenImageEditCodec(QwenImageCodec):
         for token in (self.processor.image_token, self.processor.video_token):
             if token in text:
                 raise ValueError(f"the prompt holds {token}, where the model would look for another image")
-        self.tokenize(
-            EDIT_TEMPLATE, text, NUM_EDIT_TEMPLATE_TOKENS
-        )  # for its bound, which ignores image tokens
+        self.tokenize(EDIT_TEMPLATE, text, NUM_EDIT_TEMPLATE_TOKENS)  # for its bound, which ignores image tokens
         # Whole, with the types of the tokens: transformers 5 uses them to place an image's tokens in rows and columns.
         tokens = self.processor(text=[EDIT_TEMPLATE.format(text)], images=[picture], return_tensors="pt")
         return self.encode_tokens(tokens, NUM_EDIT_TEMPLATE_TOKENS)

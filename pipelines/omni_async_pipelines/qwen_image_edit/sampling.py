@@ -18,7 +18,7 @@ EDIT_TEMPLATE = (
 )
 NUM_EDIT_TEMPLATE_TOKENS = 64  # of the system part, and the user's first line
 _SIDE = 32  # the sides of a prompt's image are multiples of this
-_MOST_ELONGATED = 200  # the most times that the longer side may be the shorter one in the encoder's processor
+_MOST_ELONGATED = 200  # the processor's largest ratio of the longer to the shorter side
 # Tokens of the processor that the model would take for another image.
 _SEEN = ("<|image_pad|>", "<|video_pad|>")
 

@@ -1,4 +1,4 @@
-"""Defines the comparisons of `omni-async parity` for Wan2.2 image-to-video: images larger and smaller than the videos."""
+"""Defines the comparisons of `omni-async parity` for Wan2.2 image-to-video: images larger and smaller than videos."""
 
 from functools import partial
 
