@@ -35,7 +35,7 @@ from omni_async.types import Prompt, Score, ScorerReport
 
 # Samples whose answers so far are kept for a retry.
 _MOST_UNFINISHED = 1024
-# Which of several failures counts: first one that a retry would not change, then one that is not the sample's fault.
+# Precedence of several failures: first failures that a retry would not change, then failures that are not the sample's.
 _ORDER = {"reject": 0, "outage": 1, "replace": 2, "retry": 3}
 
 Sample = tuple[Media, Prompt]

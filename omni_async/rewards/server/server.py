@@ -228,7 +228,7 @@ class RewardApp:
         return samples, sum(wire.num_values(prompt.metadata) for _, _, prompt in samples)
 
     async def _health(self, request: web.Request) -> web.Response:
-        """Answer 200 if samples are scored now. The reason is only in the log, for clients with the token."""
+        """Answer 200 if samples are scored now. Only the log and clients with the token get the reason."""
         well = not self.ending and not self._scoring.down
         return web.json_response({"status": "ok" if well else "down"}, status=200 if well else 503)
 
