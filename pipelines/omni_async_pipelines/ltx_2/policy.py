@@ -40,7 +40,7 @@ class LTX2Codec(DiffusersCodec):
         self.audio_vae, self.vocoder = audio_vae, vocoder
 
     def encode_text(self, text: str, spec: LTX2Sampling) -> dict[str, Tensor]:
-        """Return the embeddings for video and for sound, (max_sequence_length, E) each. Learned registers follow the text."""
+        """Return video and sound embeddings, (max_sequence_length, E) each. Learned registers follow the text."""
         tokens = self.tokenizer(
             [text.strip()],
             padding="max_length",
