@@ -1,7 +1,8 @@
 """Turns samples into rewards, with scorers that are foreign code and may fail in any way.
 
-`base.Scorer` is what a scorer is; registry.py finds one by name and checks its parameters; `LoadedReward` holds a
-recipe's scorers. A `panel.Panel` asks them side by side, each in batches of its own and behind a `guard` that waits for
-one that is down, and returns a score or a `Failure`. A `Probe` of synthetic media finds a scorer that always fails:
-`WrongScorer`. One file per scorer that is built in; `model_servers` asks those that are elsewhere.
+- `base.Scorer` is the interface of scorers; registry.py finds a scorer by name and checks its parameters.
+- `LoadedReward` holds a recipe's scorers; each built-in scorer has one file, and `model_servers` calls remote models.
+- `panel.Panel` calls the scorers concurrently, each in its own batches, and returns a score or a `Failure`.
+- Each scorer has a `guard`, which waits while the scorer is down.
+- A `Probe` of synthetic media detects a scorer that always fails: `WrongScorer`.
 """

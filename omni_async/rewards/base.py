@@ -1,7 +1,6 @@
-"""Defines the interface of scorers, functions from a batch of media and prompts to finite scores.
+"""Defines the interface of scorers: functions from a batch of media and prompts to finite scores.
 
-It also checks the input that every scorer may rely on and the output it must return; the errors name the scorer and the
-sample."""
+It also checks a scorer's input and output. The errors name the scorer and the sample."""
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ from omni_async.types import Prompt, Score
 _LONGEST_TEXT = 2000
 LONGEST_NAME = 100
 MOST_PARTS = 256
-# Metrics are means, and spreads are made of squares: a sum of them has to be a number, too.
+# Metrics contain means and spreads of scores, so sums of squares must stay finite.
 LARGEST = 1e100
-# Halves of surrogate pairs, which no file can hold, and control characters, which no image can show.
+# Halves of surrogate pairs cannot be written to a file; control characters cannot be shown in an image.
 _UNFIT = re.compile(r"[\ud800-\udfff\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
@@ -34,53 +33,54 @@ class ScoreError(RuntimeError):
 
 
 class Outage(ScoreError):
-    """The scorer is unreachable, or has no time or room: asking later may help.
+    """The scorer is unreachable, or out of time or memory; a later attempt may succeed.
 
-    A scorer may raise it, too, while it starts up, for example."""
+    A scorer may also raise it, for example while it starts up."""
 
 
 class WrongScorer(RuntimeError):
-    """A scorer fails for every sample, in the same way every time: waiting would not repair it."""
+    """A scorer that fails for every sample in the same way, so that waiting would not help."""
 
 
 class Unbounded(ScoreError):
     """A finite score so large that training on it would break the policy.
 
-    Its group is rejected; asking again would not make it smaller."""
+    The sample's group is rejected, because scoring it again would not make it smaller."""
 
 
 class Scorer(Protocol):
     """A function from media and prompts to scores: a class with a method `score`, whose attributes declare the rest.
 
-    `score(media, prompts)` may be a plain method, which may block and is called in a worker thread, or `async def`,
-    which is awaited on the worker's event loop and must not hold it up. Every attribute but `name` may be left out:
+    `score(media, prompts)` may be a plain method, which may block and is called in a worker thread. It may also be
+    `async def`, which is awaited on the worker's event loop and must not block it. Only the attribute `name` is
+    required:
 
-    accepts        a tuple of "image", "video" and "audio": the parts of a sample's media that it can score; it must be
-                   able to score a sample that has one of them, and gets `Media`. A class without it scores images, and
-                   gets them as arrays.
-    requires       a tuple of parts that every sample must have together. Without it, one that it accepts is enough.
-    concurrency    calls that may run at once, None for any number. By default one call of a plain method, any number of
-                   an asynchronous one. Where there may be several, a slow call is hedged after `hedge_s`.
+    accepts        a tuple of "image", "video" and "audio": the parts of a sample's media that it can score. It must be
+                   able to score a sample that has one of them, and receives `Media`. A class without it scores images,
+                   and receives arrays.
+    requires       a tuple of parts that every sample must have together. Default: any one of the accepted parts.
+    concurrency    the number of calls that may run at once, None for any number. Default: one call of a plain method,
+                   any number of an asynchronous one. If several are allowed, a slow call is hedged after `hedge_s`.
     needs          a tuple of what every prompt must have: "target", "images" or keys of its metadata. Checked before
                    anything is started.
-    cost           what a sample costs: "cpu" (the default), time of this machine's CPUs; "model", that of a model which
-                   wants an accelerator; "elsewhere", a server's time, and none of the worker's.
+    cost           the resource that a sample uses: "cpu" (the default), this machine's CPUs; "model", a model that
+                   wants an accelerator; "elsewhere", a server's time and none of the worker's.
     deterministic  True if an answer follows from the media and from the prompt's text, target, metadata and images
-                   alone: then `reward.cache` keeps it. Other parameters, another version of its package or another
-                   source file of its class make another scorer; an attribute `version`, a text, says what else its
-                   answers follow from, such as a model's version.
+                   alone. `reward.cache` then stores it. Other parameters, another version of its package or another
+                   source file of its class make another scorer. An attribute `version`, a text, declares anything else
+                   that its answers depend on, such as a model's version.
 
-    A class whose constructor requires a keyword `device` is given it by the run: the accelerator that torch sees where
-    the worker has one, else "cpu".
+    If a class's constructor requires a keyword `device`, the run passes it: the accelerator that torch sees if the
+    worker has one, otherwise "cpu".
 
-    A class may have a `check_prompt(prompt, params)`, a classmethod or staticmethod, which is called with every prompt
-    of the recipe before anything is started. It returns what the prompt lacks, as a text for the user, or None;
-    `params` are the constructor's keyword arguments, defaults included. It should import no torch: recipes are checked
-    without.
+    A class may have `check_prompt(prompt, params)`, a classmethod or staticmethod. It is called with every prompt of
+    the recipe before anything is started. It returns a text for the user about what the prompt lacks, or None. `params`
+    are the constructor's keyword arguments, defaults included. It should not import torch, because recipes are checked
+    without it.
 
-    A class may have `connect(addresses)`, called once before the first score: `await addresses(role)` waits until a
-    worker of that role of the run (a judge server, say) is ready, and returns the addresses of those that are, by name.
-    Ask again when one does not answer: a replaced worker has another.
+    A class may have `connect(addresses)`, called once before the first score. `await addresses(role)` waits until a
+    worker of that role of the run (for example a judge server) is ready. It returns the addresses of the ready workers
+    by name. Call it again if one does not answer: a replaced worker has another address.
 
     A class may have `close()`, plain or asynchronous, called once after its last score."""
 
@@ -89,21 +89,20 @@ class Scorer(Protocol):
     def score(self, media: list[Any], prompts: list[Prompt], /) -> list[Score] | Awaitable[list[Score]]:
         """Score a batch.
 
-        A call that takes longer than `timeout_s` is given up: an asynchronous one is cancelled; a thread cannot be
-        stopped, and the next call may begin while it still runs. So blocking calls over a socket should have a timeout
-        of their own; a worker that collects too many calls that hang is replaced.
+        A call that takes longer than `timeout_s` is given up. An asynchronous call is cancelled; a thread cannot be
+        stopped, and the next call may begin while it still runs. So give blocking socket calls their own timeout. A
+        worker with too many hanging calls is replaced.
 
-        `media` are `omni_async.media.Media` of NumPy arrays or, without `accepts`, images uint8 (height, width, 3); not
-        to be written to. Return as many scores as prompts, all finite; raise any exception otherwise. The same sample
-        may come again: alone, if the batch it was in failed, and as a question whose answer is known, if other samples
-        fail."""
+        `media` are `omni_async.media.Media` of NumPy arrays or, without `accepts`, images uint8 (height, width, 3). Do
+        not write to them. Return as many scores as prompts, all finite; raise any exception otherwise. The same sample
+        may be passed again: alone if its batch failed, and as a known-good check if other samples fail."""
 
 
 Addresses = Callable[[str], Awaitable[dict[str, str]]]
 
 
 def is_async(scorer: Any) -> bool:
-    """Return whether the `score` of a scorer, or of a class of scorers, is a coroutine function."""
+    """Return whether `score` of a scorer, or of a class of scorers, is a coroutine function."""
     return inspect.iscoroutinefunction(getattr(scorer, "score", None))
 
 
@@ -127,15 +126,15 @@ def accepted_parts(scorer: object) -> tuple[str, ...]:
 
 
 def shown_to(label: str, scorer: object, media: Sequence[Media]) -> list[Any]:
-    """Return what the scorer's `score` is called with: pixels, or `Media` if it declares `accepts`.
+    """Return the media as the scorer's `score` takes them: pixels, or `Media` if it declares `accepts`.
 
     Args:
         label: the scorer's name in errors.
-        scorer: foreign code, of which only `accepts` is read.
+        scorer: foreign code; only `accepts` is read.
         media: of the samples to score.
 
     Raises:
-        ScoreError: it accepts no part of one of the media."""
+        ScoreError: the scorer accepts no part of one of the media."""
     accepted = accepted_parts(scorer)
     for one in media:
         if not set(accepted) & set(one.parts):
@@ -159,15 +158,15 @@ def require_media(media: Sequence[Any], prompts: Sequence[Prompt]) -> None:
 
 
 def require_scores(scorer: str, scores: Any, prompts: Sequence[Prompt]) -> list[Score]:
-    """Return the scores, one per prompt, with plain floats for numbers and texts that can be written.
+    """Return the scores, one per prompt, with plain floats for numbers and with texts that can be written.
 
     Args:
         scorer: its name in errors.
-        scores: what it returned, whatever that is.
-        prompts: those that it was called with.
+        scores: any value, as the scorer returned it.
+        prompts: the prompts that the scorer was called with.
 
     Raises:
-        ScoreError: they are no list of as many `Score`s, or a value or part is no finite number."""
+        ScoreError: `scores` is not a list of one `Score` per prompt, or a value or part is not a finite number."""
     if isinstance(scores, Coroutine):
         scores.close()  # it will never be awaited
         raise ScoreError(f"scorer {scorer!r} returned a coroutine: make score itself `async def`")
@@ -214,13 +213,13 @@ def _require_parts(where: str, parts: Any) -> dict[str, float]:
 
 
 def _fit(text: str) -> str:
-    """Convert any text to a plain one that can be written and shown."""
+    """Convert any text to plain text for files and captions."""
     plain = _UNFIT.sub("\ufffd", str.__str__(text[:_LONGEST_TEXT]))
     return plain if len(text) <= _LONGEST_TEXT else f"{plain}..."
 
 
 def _finite(where: str, part: str, number: Any) -> float:
-    # NumPy's scalars are Real but for its bool. Whether something is right is a score, of 0 or 1.
+    # All scalars of NumPy but its bool are Real. A bool counts as a score of 0 or 1.
     if not isinstance(number, Real | np.bool_):
         raise ScoreError(f"{where}: {part} is a {_kind(number)}, expected a number")
     try:

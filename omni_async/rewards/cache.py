@@ -1,8 +1,8 @@
-"""Keeps the answers of deterministic scorers, so that nothing is scored twice: in memory, and on disk if asked.
+"""Caches the answers of deterministic scorers in memory, and optionally on disk, so that nothing is scored twice.
 
-An answer is found by what it was made of: the scorer with its parameters, version and source file, the media, and the
-prompt with its target, metadata and images. Owns a bounded memory and a `ScoreFile`, for which it waits. An entry that
-is damaged is none.
+The key of an answer covers the scorer (parameters, version, source file), the media, and the prompt with its target,
+metadata and images. Owns a bounded memory and a `ScoreFile`, and waits for the latter. A damaged entry counts as
+absent.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from omni_async.types import Prompt, Score
 
 _FORMAT = b"1"
 _SUM_BYTES = 8  # of the checksum before every entry
-_MOST_VALUES = 1000  # of an entry: 256 parts with their names, and what else a score has
-_OVERHEAD = 200  # bytes that an entry in memory takes besides its own
+_MOST_VALUES = 1000  # of an entry: 256 parts with their names, and the other fields of a score
+_OVERHEAD = 200  # bytes that an entry takes in memory in addition to its content
 _MEDIA = Path(__file__).parents[1] / "media.py"
 
 
-# ---- what an answer is made of ---------------------------------------------------------------------------------------
+# ---- keys of answers -------------------------------------------------------------------------------------------------
 
 
 def identity_of(config: schema.Scorer, scorer: Any) -> bytes | None:
-    """Return what distinguishes a scorer's answers from another's; None if it is not `deterministic`.
+    """Return what distinguishes a scorer's answers from another's; None if the scorer is not `deterministic`.
 
-    Its class, parameters, `version` if it has one, the version of its package, and its source files."""
+    It covers the class, parameters, optional `version`, version of the package, and source files."""
     if getattr(scorer, "deterministic", False) is not True:
         return None
     kind = type(scorer)
@@ -65,9 +65,10 @@ def _package_version(kind: type) -> str:
 
 
 def _sources(kind: type) -> list[bytes]:
-    """Return the files of the class and of those that it inherits from; those of Python itself have none.
+    """Return the source files of the class and of its base classes; Python's built-in classes have none.
 
-    If one of them is of this package, all that its scorers share, too: its version is the same between releases."""
+    If one of the classes belongs to this package, add all files that its scorers share: the package's version does not
+    change between releases."""
     found = []
     for one in kind.__mro__:
         try:
@@ -97,7 +98,7 @@ def key_of(identity: bytes, digest: bytes, prompt: Prompt) -> bytes | None:
     Args:
         identity: the scorer's, see `identity_of`.
         digest: of the media, see `digest_of`.
-        prompt: of which the position in its file does not count."""
+        prompt: its position in its file does not count."""
     images = [image.digest for image in prompt.images]
     asked = [identity, digest, prompt.text, prompt.target, prompt.metadata, images]
     try:
@@ -110,9 +111,9 @@ def key_of(identity: bytes, digest: bytes, prompt: Prompt) -> bytes | None:
 
 
 class ScoreCache:
-    """The answers of one reward worker, or of `omni-async score`. May be used by several threads.
+    """The cached answers of one reward worker or of `omni-async score`; thread-safe.
 
-    `problem`: why the file is not used any more, None while it is."""
+    `problem`: why the file is no longer used, None while it is in use."""
 
     def __init__(self, config: schema.ScoreCache) -> None:
         self._lock = threading.Lock()
@@ -126,14 +127,14 @@ class ScoreCache:
         return None if self._file is None else self._file.problem
 
     def new_problem(self) -> str | None:
-        """Return the problem at the first call that finds one, and None from then on."""
+        """Return the problem once, at the first call that finds it; None before and after."""
         if self._told or self.problem is None:
             return None
         self._told = True
         return self.problem
 
     def get(self, keys: Iterable[bytes]) -> dict[bytes, Score]:
-        """Return the answers that are known."""
+        """Return the known answers among `keys`."""
         with self._lock:
             wanted = set(keys)
             found = {key: self._memory[key] for key in wanted if key in self._memory}
@@ -147,7 +148,7 @@ class ScoreCache:
             return {key: score for key, score in decoded.items() if score is not None}
 
     def put(self, answers: Mapping[bytes, Score]) -> None:
-        """Keep answers; the oldest are forgotten where there is no room."""
+        """Store answers; discard the oldest if there is no room."""
         entries = {key: _encoded(key, score) for key, score in answers.items()}
         with self._lock:
             self._remember(entries)
@@ -176,7 +177,7 @@ def _encoded(key: bytes, score: Score) -> bytes:
 
 
 def _decoded(key: bytes, entry: Any) -> Score | None:
-    """Return the score of an entry; None if the entry is damaged, another key's, or no score that a scorer may give."""
+    """Return an entry's score; None if the entry is damaged, another key's, or not a valid score."""
     if not isinstance(entry, bytes) or _sum(key, entry[_SUM_BYTES:]) != entry[:_SUM_BYTES]:
         return None
     try:

@@ -1,9 +1,9 @@
-"""Judges exceptions of foreign scorer code, and makes them fit for ledgers and logs: short, and without credentials.
+"""Classifies exceptions of foreign scorer code, and makes them short and free of credentials for ledgers and logs.
 
-Whether an exception is the scorer's own fault, or that of something it needs and that may come back, is a heuristic,
-for a scorer may raise any exception. Unreachable services, time-outs and exhausted memory are outages, recognised by
-the exceptions of Python and by the names that HTTP, RPC and accelerator libraries give to theirs. A server that answers
-and refuses the request (HTTP 401, say) will refuse it again.
+A scorer may raise any exception, so a heuristic decides whether the scorer itself is at fault, or something that it
+needs and that may recover. Unreachable services, time-outs and exhausted memory are outages. They are recognised by
+Python's exceptions and by the names that HTTP, RPC and accelerator libraries give theirs. A server that answers and
+refuses a request (for example HTTP 401) will refuse it again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from omni_async.types import Prompt
 
 T = TypeVar("T")
 
-# These say that a file is not where it should be, unlike every other OSError.
+# Unlike every other OSError, these mean that a file is missing or in the wrong place.
 _MISTAKES = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 _NAMES = re.compile(
     r"timeout|timedout|connect|network|transport|protocol|unavailable|ratelimit|overload|rpc|http"
@@ -36,7 +36,7 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
 def is_outage(error: BaseException) -> bool:
-    """Return whether asking again later may help, judging by the exception and those that led to it."""
+    """Return whether a later call may succeed, judging by the exception and its causes."""
     try:
         return any(_is_outage(one) for one in _chain(error))
     except Exception:  # noqa: BLE001 (attributes of foreign exceptions may raise, and then there is nothing to judge by)
@@ -44,7 +44,7 @@ def is_outage(error: BaseException) -> bool:
 
 
 def repeats(error: ScoreError, before: ScoreError) -> bool:
-    """Return whether a scorer failed twice in the same way, and in one that time does not repair.
+    """Return whether a scorer failed twice in the same way, and in a way that time does not repair.
 
     Addresses of objects may differ."""
     if isinstance(error, Outage) or isinstance(before, Outage):
@@ -72,7 +72,7 @@ def _is_outage(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP server's status, by the names that the client libraries have for it."""
+    """Return the HTTP server's status, under the names that client libraries use for it."""
     of_response = getattr(error, "response", None)
     found = [getattr(error, "code", None), getattr(error, "status", None), getattr(error, "status_code", None)]
     return next((code for code in (*found, getattr(of_response, "status_code", None)) if isinstance(code, int)), None)
@@ -81,14 +81,14 @@ def _status(error: BaseException) -> int | None:
 # ---- what is shown of an exception -----------------------------------------------------------------------------------
 
 _LONGEST = 2000
-# Characters of an encoded secret for one of its own, at most: `\\\\u0073`, `%2525E4%2525BD...`.
+# The most characters that encode one character of a secret: `\\\\u0073`, `%2525E4%2525BD...`.
 _WIDEST = 24
 _OUR_FILES = (str(Path(__file__).parent), "<frozen", importlib.__file__)
 _LIBRARIES = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def told(error: BaseException) -> str:
-    """Return the kind and the text of an exception; an exception is foreign code, too."""
+    """Return the type and text of an exception, even if its `__str__` raises: exceptions are foreign code, too."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001 (nothing more can be shown)
@@ -98,16 +98,16 @@ def told(error: BaseException) -> str:
 def place_of(error: BaseException) -> str:
     """Return ` (file:line)` of the innermost line that the scorer's author wrote, if any.
 
-    Neither this package nor Python's import machinery; an installed library only where nothing else is left."""
+    Skips this package and Python's import machinery, and installed libraries unless no other line is left."""
     if isinstance(error, SyntaxError) and error.filename:
-        return ""  # its text says so
+        return ""  # its text contains the file and line
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_OUR_FILES)]
     frames = [one for one in frames if not one.filename.startswith(_LIBRARIES)] or frames
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def call_discreetly(call: Callable[[], T], secrets: Set[str]) -> T:
-    """Call foreign code; an exception that is not fit to be shown is replaced by one of ours, see `shown_as`."""
+    """Call foreign code; replace an exception that is not fit to be shown, see `shown_as`."""
     try:
         return call()
     except BaseException as error:  # noqa: BLE001 (sys.exit with a key in its text, too)
@@ -115,10 +115,10 @@ def call_discreetly(call: Callable[[], T], secrets: Set[str]) -> T:
 
 
 def shown_as(error: BaseException, secrets: Set[str]) -> BaseException:
-    """Return the exception, or one of ours if its text would show a secret, or is too long.
+    """Return the exception, or a replacement if its text contains a secret or is too long.
 
-    Such a text has one of `secrets`, a URL's password or more than 2000 characters. What is returned instead is an
-    `Outage`, if it is one, or else a `ScoreError`, with the same traceback."""
+    An unfit text contains one of `secrets` or a URL's password, or has more than 2000 characters. The replacement is an
+    `Outage` if the exception is one, otherwise a `ScoreError`, with the same traceback."""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001 (`told` reports it)
@@ -131,22 +131,22 @@ def shown_as(error: BaseException, secrets: Set[str]) -> BaseException:
 
 
 def _cut(text: str, secrets: Set[str]) -> str:
-    """Return `text` without `secrets`, and without its end if it is too long."""
+    """Return `text` without `secrets`, and cut off if it is too long."""
     margin = _WIDEST * max(map(len, secrets), default=0)
     looked_at = text[: 10 * _LONGEST + margin]
     shown = redact_text(looked_at, secrets)
     if len(looked_at) < len(text):
-        shown = shown[: max(0, len(shown) - margin)]  # where a secret may have been cut through
+        shown = shown[: max(0, len(shown) - margin)]  # the cut may have split a secret
     elif len(shown) <= _LONGEST:
         return shown
     return f"{shown[:_LONGEST]}... ({len(text)} characters)"
 
 
 class Discreet:
-    """A scorer whose exceptions are made fit to be shown. `is_async`: whether `ask` awaits it, or `score` calls it."""
+    """A scorer whose exceptions are safe to show. `is_async`: whether to await `ask` or to call `score`."""
 
     def __init__(self, scorer: Scorer, secrets: frozenset[str]) -> None:
-        self.name = getattr(scorer, "name", type(scorer).__name__)  # not for messages: they show the recipe's name
+        self.name = getattr(scorer, "name", type(scorer).__name__)  # not for messages, which show the recipe's name
         self.concurrency = concurrency_of(scorer)
         self.accepts = getattr(scorer, "accepts", None)
         self.is_async = is_async(scorer)
@@ -163,14 +163,14 @@ class Discreet:
             raise shown_as(error, self._secrets) from None
 
     def connect(self, addresses: Addresses) -> None:
-        """Tell the scorer, if it wants to know, how to find the addresses of a role."""
+        """Pass the scorer, if it has `connect`, a function that returns the addresses of a role."""
         if (connect := getattr(self._scorer, "connect", None)) is not None:
             call_discreetly(lambda: connect(addresses), self._secrets)
 
     async def close(self, in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]) -> None:
-        """Close the scorer, if it has something to close. What that raises is of no use any more.
+        """Close the scorer, if it has a `close`, and ignore the exceptions that it raises.
 
-        `in_thread` calls what may block."""
+        `in_thread` runs calls that may block."""
         close = getattr(self._scorer, "close", None)
         with contextlib.suppress(Exception):
             if inspect.iscoroutinefunction(close):

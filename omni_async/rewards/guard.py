@@ -1,17 +1,17 @@
 """Calls a scorer so that its failures affect nothing else: with a timeout, a hedge and a circuit breaker.
 
-A scorer that blocks is called in threads, an asynchronous one is awaited. `score` waits for the scorer, `timeout_s` a
-call at most, and may be called again meanwhile. `recover` waits while the scorer is down: for the pauses between
-attempts, and for the attempts. The scorer's answers and timers alone unblock it; to end earlier, cancel it.
+A blocking scorer is called in threads; an asynchronous scorer is awaited. `score` waits for the scorer, at most
+`timeout_s` a call, and may be called again meanwhile. `recover` waits while the scorer is down: for the pauses between
+attempts, and for the attempts. Only the scorer's answers and timers unblock it; to end it earlier, cancel it.
 
-A failure is attributed to the sample or to the scorer. A batch that fails is scored again one by one, so that one bad
-sample does not fail its neighbours. When a sample fails alone, the scorer is asked for one that it has scored before:
-if it answers, the fault is the sample's; otherwise the scorer is down, which counts against no sample. A scorer that
-has never answered counts as down, until it answers for any sample.
+A failure is attributed to the sample or to the scorer. A failed batch is scored again one sample at a time, so that one
+bad sample does not fail its neighbours. When a sample fails alone, the scorer is called with a sample that it has
+scored before. If it answers, the fault is the sample's; otherwise the scorer is down, which counts against no sample. A
+scorer that has never answered counts as down, until it answers for any sample.
 
-Waiting does not help against a scorer that is simply wrong. So it is tried with a synthetic sample before any is drawn,
-and until it has scored a drawn one every failed sample is scored again at once: the same error text twice, unless it is
-that of an outage, counts against the scorer.
+Waiting does not help if the scorer itself is wrong. So it is tried with a synthetic sample before any is generated.
+Until it has scored a generated sample, every failed sample is scored again at once. The same error text twice counts
+against the scorer, unless the error is an outage.
 """
 
 from __future__ import annotations
@@ -49,14 +49,13 @@ if TYPE_CHECKING:
     Prompts = list[Prompt]
     Answer = list[Score] | ScoreError
 
-# Where samples are tried again at once: a scorer that is down should not be asked all the time.
+# The pause if samples are retried at once: a scorer that is down must not be called continuously.
 _FIRST_PAUSE_S = 1.0
-# Calls that were given up and have not ended, for each that may run at once, up to so many. Their threads cannot be
-# stopped, only left behind.
+# Calls given up but not ended, for each call that may run at once, up to `_AT_ONCE`. Their threads cannot be stopped.
 _MOST_HANGING, _AT_ONCE = 8, 32
-# What a scorer may take to close.
+# The longest time for closing a scorer.
 _CLOSING_S = 5.0
-# A reason goes into a line of the ledger and onto the console, where a server's error page would not fit.
+# A reason goes into a line of the ledger and of the console, too short for a server's error page.
 _LONGEST_REASON = 300
 
 
@@ -67,9 +66,9 @@ class ScorerHangs(RuntimeError):
 
 
 class Failure(Struct, frozen=True):
-    """The reason why there is no score, and what to do about it: "outage" because the scorer is down.
+    """The reason why there is no score, and its consequence: "outage" if the scorer is down.
 
-    `wrong`: the scorer has scored no drawn sample yet, and failed twice with the same text."""
+    `wrong`: the scorer has scored no generated sample yet, and failed twice with the same text."""
 
     reason: str
     fault: Fault = "retry"
@@ -80,8 +79,8 @@ class GuardedScorer:
     """A scorer with timeout, hedge and circuit breaker.
 
     `report` gets a sentence when the scorer is down for longer than a first pause, when it is given up, and when it
-    is back. `probe`: a synthetic sample to try it with; without one no error counts as a mistake of the scorer
-    itself."""
+    answers again. `probe`: a synthetic sample to try the scorer with. Without a probe, no error counts as a mistake of
+    the scorer itself."""
 
     def __init__(
         self,
@@ -109,12 +108,12 @@ class GuardedScorer:
             give_up_s=config.outage_s,
         )
         self._probe = probe
-        self._doubted = probe is not None  # until the scorer has scored a drawn sample
+        self._doubted = probe is not None  # until the scorer has scored a generated sample
         self._known: tuple[MediaList, Prompts] | None = None  # a sample that the scorer could score
-        self._asking_known = asyncio.Lock()  # so that samples that fail together ask for it once
-        self._given_up: set[asyncio.Future[Answer]] = set()  # calls that nobody waits for, and have not ended
-        self.probed: list[Score] = []  # what it said of the probe
-        self.probe_s = 0.0  # seconds that it took, for each sample of the probe
+        self._asking_known = asyncio.Lock()  # so that samples that fail together share one call with the known sample
+        self._given_up: set[asyncio.Future[Answer]] = set()  # calls that nobody waits for and that have not ended
+        self.probed: list[Score] = []  # its scores of the probe
+        self.probe_s = 0.0  # seconds per sample of the probe
         self._clock = clock
         self._reported_down = False
         self._reported_given_up = False
@@ -136,7 +135,7 @@ class GuardedScorer:
     async def try_out(self) -> str | None:
         """Score the probe.
 
-        Returns why the scorer is wrong, if it is; a scorer that is only unreachable counts as down from then on."""
+        Returns why the scorer is wrong, or None. An unreachable scorer counts as down from then on."""
         if self._probe is None:
             return None
         media, prompts = self._probe.media, self._probe.prompts
@@ -151,12 +150,12 @@ class GuardedScorer:
         return None
 
     def answered(self, media: Media, prompt: Prompt) -> None:
-        """Take note of a sample whose score is in the cache: the scorer can score it, so it may be asked for it."""
+        """Remember a sample with a cached score: the scorer can score it, so it may serve as the known sample."""
         if self._known is None:
             self._known = [media.copy()], [prompt]  # a copy, because the original is the object store's
 
     async def _ask_twice(self, media: MediaList, prompts: Prompts) -> tuple[Answer, bool]:
-        """Return the answer, to a second call where the first one failed, and whether both failed in the same way."""
+        """Return the answer, and whether two calls failed in the same way; a failed first call is repeated once."""
         first = await self._call(media, prompts)
         if not isinstance(first, ScoreError) or isinstance(first, Outage):
             return first, False
@@ -166,7 +165,7 @@ class GuardedScorer:
     async def score(self, media: MediaList, prompts: Prompts) -> list[Score | Failure]:
         """Return one outcome per sample.
 
-        While the scorer is down this is an attempt, if `recover` allowed one. Raises ScorerHangs."""
+        While the scorer is down, this call is an attempt if `recover` allowed one. Raises ScorerHangs."""
         outcomes = await self._score(media, prompts)
         reasons = [outcome.reason for outcome in outcomes if isinstance(outcome, Failure)]
         if reasons and self._breaker.state is State.HALF_OPEN:
@@ -174,7 +173,7 @@ class GuardedScorer:
         return [self._judged(outcome) if isinstance(outcome, Failure) else outcome for outcome in outcomes]
 
     def _judged(self, failure: Failure) -> Failure:
-        """Return the failure as the sample's own, if the scorer has answered since, or is given up."""
+        """Return the failure as the sample's own if the scorer has answered since or is given up."""
         if failure.fault == "reject":
             return failure
         if not self.down:
@@ -185,7 +184,7 @@ class GuardedScorer:
         return Failure(f"scorer {self._label!r} has been failing for {self._breaker.open_s:.0f} s: {reason}")
 
     def _unnamed(self, reason: str) -> str:
-        """Return a reason without the scorer's name, for a sentence that has it."""
+        """Return a reason without the scorer's name, for a sentence that already has it."""
         return reason.removeprefix(f"scorer {self._label!r}").lstrip(":, ")
 
     async def _score(self, media: MediaList, prompts: Prompts) -> list[Score | Failure]:
@@ -203,7 +202,7 @@ class GuardedScorer:
             return [*answer]
         if len(media) > 1:
             return await self._one_by_one(media, prompts, answer)
-        if isinstance(answer, Unbounded):  # it answered, and would again
+        if isinstance(answer, Unbounded):  # the scorer answered, and would return the same again
             await self._is_back()
             return [Failure(str(answer), "reject")]
         async with self._asking_known:
@@ -212,14 +211,13 @@ class GuardedScorer:
         return [self._failure(str(answer), wrong)]
 
     def _failure(self, reason: str, wrong: bool = False) -> Failure:
-        """Return the failure of a sample; while the scorer is down it is the scorer's."""
+        """Return a sample's failure; while the scorer is down, the failure is the scorer's."""
         return Failure(reason, "outage" if self.down else "retry", wrong)
 
     async def _one_by_one(self, media: MediaList, prompts: Prompts, error: ScoreError) -> list[Score | Failure]:
         """Score samples one by one.
 
-        An attempt to see whether a scorer that is down answers ends when it has taken a time-out's time: it may hang
-        with each of them."""
+        While the scorer is down, stop after the time of one time-out, because it may hang with each sample."""
         outcomes: list[Score | Failure] = []
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -246,7 +244,8 @@ class GuardedScorer:
     async def recover(self) -> None:
         """Return when samples may be sent.
 
-        Then the scorer answers, or an attempt should be made with them, or it is given up and they should fail.
+        At that point the scorer answers, or the samples serve as an attempt, or the scorer is given up and they should
+        fail.
 
         Raises ScorerHangs."""
         breaker = self._breaker
@@ -281,10 +280,10 @@ class GuardedScorer:
         return f"scorer {self._label!r}: {calls}; give its calls a timeout of their own"
 
     async def _call(self, media: MediaList, prompts: Prompts) -> Answer:
-        """Return the first answer of a call, or of a second one beside a slow one if the scorer allows that."""
+        """Return the first answer of a call, or of a concurrent second call if the first is slow and may be hedged."""
         if len(self._given_up) >= self._most_hanging and not await self._one_returns():
             if not self.down:
-                raise ScorerHangs(self._hanging())  # the scorer answers some calls, but has threads for no more
+                raise ScorerHangs(self._hanging())  # the scorer answers some calls, but has no threads for more
             return Outage(self._hanging())
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -312,13 +311,13 @@ class GuardedScorer:
             self._give_up_calls(running)
 
     def _begin(self, media: MediaList, prompts: Prompts) -> asyncio.Future[Answer]:
-        """Begin a call, on lists of its own: a scorer may change them."""
+        """Begin a call with copies of the lists, because a scorer may change them."""
         if self._scorer.is_async:
             return asyncio.ensure_future(_awaited(self._label, self._scorer, [*media], [*prompts]))
         return self._threads.run(partial(_answer, self._label, self._scorer, [*media], [*prompts]))
 
     def _give_up_calls(self, calls: Iterable[asyncio.Future[Answer]]) -> None:
-        """Cancel calls that nobody waits for any more. Those in threads go on; a foreign coroutine may, too."""
+        """Cancel calls that nobody waits for. Calls in threads continue, and a foreign coroutine may continue, too."""
         for call in calls:
             if not call.done():
                 self._given_up.add(call)
@@ -327,16 +326,16 @@ class GuardedScorer:
                     call.cancel()
 
     async def _one_returns(self) -> bool:
-        """Return whether one of the calls that were given up ends within a time-out's time."""
+        """Return whether one of the calls that were given up ends within the time of one time-out."""
         done, _ = await asyncio.wait([*self._given_up], timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
         return bool(done)
 
     def connect(self, addresses: Addresses) -> None:
-        """Tell the scorer how to find the addresses of a role."""
+        """Pass the scorer a function that returns the addresses of a role."""
         self._scorer.connect(addresses)
 
     async def close(self) -> None:
-        """End idle threads, and let the scorer free what it holds, for a few seconds at most."""
+        """End idle threads, and let the scorer free its resources, for at most `_CLOSING_S`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSING_S):
                 await self._scorer.close(lambda close: asyncio.shield(self._threads.run(close)))
@@ -358,7 +357,7 @@ async def _awaited(label: str, scorer: Discreet, media: MediaList, prompts: Prom
 def _answer(label: str, scorer: Discreet, media: MediaList, prompts: Prompts) -> Answer:
     """Call the scorer, in a thread.
 
-    Raises nothing: a future does not take every exception, and an event loop ends at some (SystemExit)."""
+    Raises nothing: a future does not accept every exception, and some (SystemExit) end an event loop."""
     try:
         return require_scores(label, scorer.score(shown_to(label, scorer, media), prompts), prompts)
     except BaseException as error:  # noqa: BLE001 (a scorer is foreign code)
@@ -371,7 +370,7 @@ def _failed(label: str, error: BaseException) -> ScoreError:
         text = f"scorer {label!r}: {text}"
     text, place = one_line(text), place_of(error)
     if len(place) > _LONGEST_REASON // 2:
-        place = ""  # what went wrong is worth more than where
+        place = ""  # the error matters more than its place
     longest = _LONGEST_REASON - len(place)
     shown = text if len(text) <= longest else f"{text[: longest - 3]}..."
     kind = Outage if is_outage(error) else Unbounded if isinstance(error, Unbounded) else ScoreError

@@ -1,6 +1,6 @@
-"""Asks the score cache for the answers of one scorer, off the event loop.
+"""Reads and writes the score cache for one scorer, off the event loop.
 
-Waits for the cache's threads alone; they are unblocked by its file, see `omni_async.rewards.score_file`.
+Waits only for the cache's threads; they are unblocked by its file, see `omni_async.rewards.score_file`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ Keys = list[bytes | None]
 
 
 class KeptAnswers:
-    """The kept answers of the scorer with this `identity`.
+    """The cached answers of the scorer with this `identity`.
 
-    `cache` and `threads` are shared with other scorers. `report` gets a sentence when the cache's file cannot be
-    used."""
+    `cache` and `threads` are shared with other scorers. `report` gets a sentence when the cache's file is unusable."""
 
     def __init__(
         self, identity: bytes, cache: ScoreCache, threads: Threads, report: Callable[[str], Awaitable[None]]
@@ -31,19 +30,19 @@ class KeptAnswers:
         self._report = report
 
     async def keys(self, media: Sequence[Media], prompts: Sequence[Prompt]) -> Keys:
-        """Return the key of each sample's answer; None for one that cannot be kept."""
+        """Return the key of each sample's answer; None for a sample whose answer cannot be cached."""
         return await self._threads.run(partial(self._made, media, prompts))
 
     def _made(self, media: Sequence[Media], prompts: Sequence[Prompt]) -> Keys:
         return [key_of(self._identity, digest_of(one), prompt) for one, prompt in zip(media, prompts, strict=True)]
 
     async def look_up(self, keys: Keys) -> dict[bytes, Score]:
-        """Return the answers that are known."""
+        """Return the known answers."""
         asked = [key for key in keys if key is not None]
         return await self._threads.run(partial(self._cache.get, asked)) if asked else {}
 
     async def keep(self, answers: Mapping[bytes, Score]) -> None:
-        """Keep answers. That the file cannot be used is told once."""
+        """Store answers. Warn once if the cache file is unusable."""
         await self._threads.run(partial(self._cache.put, answers))
         if (problem := self._cache.new_problem()) is not None:
             await self._report(f"warning: reward.cache.path: {problem}; scores are not kept there")

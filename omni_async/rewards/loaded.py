@@ -22,8 +22,8 @@ Build = Callable[[schema.Scorer, float], Scorer]
 def _built(label: str, config: schema.Scorer, gpus: float, build: Build) -> Scorer:
     """Build a scorer.
 
-    WrongScorer, one line without the scorer's credentials, if that fails; ScorerConfigError if its parameters do not
-    fit."""
+    Raises WrongScorer, one line without the scorer's credentials, if that fails; ScorerConfigError if its parameters do
+    not fit."""
     try:
         return build(config, gpus)
     except registry.ScorerConfigError:
@@ -33,7 +33,7 @@ def _built(label: str, config: schema.Scorer, gpus: float, build: Build) -> Scor
 
 
 class Member(NamedTuple):
-    """A scorer of a reward. `identity`: of its answers, see `cache.identity_of`; None: they are not kept."""
+    """A scorer of a reward. `identity`: of its answers, see `cache.identity_of`; None if they are not cached."""
 
     label: str
     config: schema.Scorer
@@ -68,7 +68,7 @@ class LoadedReward:
 
     @classmethod
     def of(cls, reward: schema.Reward, *scorers: Scorer) -> LoadedReward:
-        """Return a reward of scorers that are built already, in place of the scorers that `reward` names."""
+        """Return a reward of already built scorers, which replace the scorers that `reward` names."""
         configs = tuple(schema.Scorer(name=scorer.name) for scorer in scorers)
         formula = RewardFormula(msgspec.structs.replace(reward, scorers=configs))
         named = zip(formula.labels, configs, scorers, strict=True)

@@ -1,10 +1,11 @@
-"""Asks the scorers of a reward for a sample, all side by side, and combines what they say of it.
+"""Calls the scorers of a reward for a sample concurrently, and combines their answers.
 
-Every scorer has a queue of its own, from which batches are formed; none waits for another. Waits for the scorers, each
-behind its guard (`omni_async.rewards.guard`), for the file of kept answers, if there is one, and for the pauses between
-attempts of scorers that may be left out. Answers of deterministic scorers are looked up before they are asked.
+Every scorer has its own queue and forms batches from it; none waits for another. Waits for the scorers, each behind its
+guard (`omni_async.rewards.guard`), for the file of cached answers, if any, and for the pauses between attempts of
+optional scorers. Answers of deterministic scorers are looked up before the scorers are called.
 
-A sample that a scorer fails keeps the answers of the others for a while: when it comes again they are not asked again.
+If a scorer fails for a sample, the other scorers' answers are kept for a while, so that a retry does not call them
+again.
 """
 
 from __future__ import annotations
@@ -32,30 +33,30 @@ from omni_async.rewards.statistics import ScorerStatistics
 from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, Score, ScorerReport
 
-# Samples whose answers so far are kept until they come again.
+# Samples whose answers so far are kept for a retry.
 _MOST_UNFINISHED = 1024
-# Which of several failures counts: one that asking again would not change, then one that is not the sample's.
+# Precedence of several failures: first failures that a retry would not change, then failures that are not the sample's.
 _ORDER = {"reject": 0, "outage": 1, "replace": 2, "retry": 3}
 
 Sample = tuple[Media, Prompt]
 
 
 class Answer(NamedTuple):
-    """What one scorer said of a sample. `kept`: it was in the cache."""
+    """One scorer's outcome for a sample. `kept`: it was in the cache."""
 
     outcome: Score | Failure
     kept: bool = False
 
 
 class Result(NamedTuple):
-    """A sample's score, or why it has none; `cached`: how many of the scorers' answers came from the cache."""
+    """A sample's score, or why it has none. `cached`: how many of the scorers' answers came from the cache."""
 
     outcome: Score | Failure
     cached: int = 0
 
 
 class AskedScorer:
-    """One scorer of a panel, with its queue, its guard and its kept answers."""
+    """One scorer of a reward, with its queue, its guard and its cached answers."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class AskedScorer:
     def score(self, media: Media, prompt: Prompt) -> Awaitable[Answer | None]:
         """Queue a sample now, and return its future answer.
 
-        That is None if the scorer is left out: after all retries, or at once while it is down."""
+        The answer is None if the scorer is left out: after all retries, or at once while it is down."""
         return self._answered(self._begin(media, prompt), media, prompt)
 
     def _begin(self, media: Media, prompt: Prompt) -> asyncio.Future[Answer] | None:
@@ -109,7 +110,7 @@ class AskedScorer:
         return None
 
     def _recover(self) -> None:
-        """Wait beside everything else until a scorer that may be left out answers again."""
+        """Wait in a background task until an optional scorer answers again."""
         if self._recovering is None or self._recovering.done():
             self._recovering = asyncio.create_task(self._recovered())
 
@@ -117,7 +118,7 @@ class AskedScorer:
         await self.guard.recover()  # if it has never answered, samples have to show whether it does
 
     async def try_out(self, probe: Probe | None) -> str | None:
-        """Let the scorer score the probe, unless its answer is known. Returns why it is wrong, if it is."""
+        """Let the scorer score the probe, unless its answers are cached. Returns why the scorer is wrong, or None."""
         kept = self._kept
         keys = [] if kept is None or probe is None else await kept.keys(probe.media, probe.prompts)
         if kept and probe and keys and None not in keys and len(await kept.look_up(keys)) == len({*keys}):
@@ -130,7 +131,7 @@ class AskedScorer:
         return None
 
     async def _answer(self, batch: list[Sample]) -> list[Answer]:
-        """Return the answers to a batch: those that are kept, and the scorer's own. Raises ScorerHangs."""
+        """Return the answers to a batch, from the cache or the scorer. Raises ScorerHangs."""
         media, prompts = [one for one, _ in batch], [prompt for _, prompt in batch]
         kept = self._kept
         keys: Keys = [None] * len(batch) if kept is None else await kept.keys(media, prompts)
@@ -160,7 +161,7 @@ class Panel:
     """The scorers of a reward.
 
     `report` gets messages about them for the user. `probe`: the sample that they are tried with before any sample is
-    drawn. `observe` is called after every call of a scorer: its label, the prompt of each sample, start and end."""
+    generated. `observe` is called after every call of a scorer: its label, the prompt of each sample, start and end."""
 
     def __init__(
         self,
@@ -191,18 +192,18 @@ class Panel:
         self._unfinished: OrderedDict[Hashable, dict[int, Answer]] = OrderedDict()
 
     def connect(self, addresses: Addresses) -> None:
-        """Tell the scorers how to find the addresses of a role of the run."""
+        """Pass the scorers a function that returns the addresses of a role of the run."""
         for scorer in self.scorers:
             scorer.guard.connect(addresses)
 
     async def try_out(self) -> str | None:
-        """Let every scorer score the probe. Returns why one is wrong, if one is."""
+        """Let every scorer score the probe. Returns why one is wrong, or None."""
         found = await asyncio.gather(*(scorer.try_out(self._probe) for scorer in self.scorers))
         return next(filter(None, found), None)
 
     @property
     def loads(self) -> Sequence[Load]:
-        """What each scorer has to do."""
+        """Each scorer's load."""
         return [scorer.load for scorer in self.scorers]
 
     @property
@@ -224,8 +225,8 @@ class Panel:
 
         Args:
             media: the sample's.
-            prompt: the sample's, which says by whom it is scored.
-            key: tells a sample that comes again after a failure; None: it does not.
+            prompt: the sample's; it decides which scorers are called.
+            key: identifies the sample if it is retried after a failure; None if it is not retried.
 
         Raises:
             ScorerHangs: too many calls of a scorer do not return."""
@@ -251,7 +252,7 @@ class Panel:
             return Result(Failure(str(error), "reject"))
 
     async def score_whole(self, media: Media, prompt: Prompt, key: Hashable = None) -> Result:
-        """Score one sample that is compared with samples outside a group: a score that lacks a scorer is a failure.
+        """Score one sample for comparison with samples outside its group; a score that lacks a scorer is a failure.
 
         Args:
             media, prompt, key: as of `score`.
@@ -264,7 +265,7 @@ class Panel:
         return result
 
     def take_reports(self) -> list[ScorerReport]:
-        """Return what each scorer did since the last call."""
+        """Return each scorer's statistics since the last call."""
         return [scorer.statistics.take(scorer.load.waiting) for scorer in self.scorers]
 
     def _keep_unfinished(self, key: Hashable, answers: dict[int, Answer]) -> None:
@@ -273,7 +274,7 @@ class Panel:
             self._unfinished.popitem(last=False)
 
     async def close(self) -> None:
-        """Cancel what is under way, and let the scorers free what they hold."""
+        """Cancel pending work, and let the scorers free their resources."""
         await asyncio.gather(*(scorer.close() for scorer in self.scorers))
         if self._cache_threads is not None:
             self._cache_threads.close()

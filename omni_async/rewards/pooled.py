@@ -1,4 +1,4 @@
-"""Asks the workers of a pool of `reward.pools` for a scorer's scores, instead of running the scorer here."""
+"""Calls the workers of a pool of `reward.pools` for a scorer's scores, instead of running the scorer here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def scorers_of(reward: Reward, pool: str) -> list[Scorer]:
 
 
 def path_in_pool(number: int) -> str:
-    """Return where a worker of a pool serves its scorer of that number."""
+    """Return the path at which a worker of a pool serves its scorer of that number."""
     return f"/{number}"
 
 
@@ -28,7 +28,8 @@ def build_for(reward: Reward, config: Scorer, gpus: float) -> base.Scorer:
     return HttpScorer(
         server=config.pool,
         path=path_in_pool(number),
-        # The pool's own guard gives a call up after this time, and says so; what hears nothing by then asks another.
+        # After `timeout_s` the pool's own guard gives a call up and reports it. A client without a reply tries another
+        # worker.
         timeout_s=min(1.5 * timeout_s, 1e6),
         retries=_ATTEMPTS - 1,
         connections=10_000,

@@ -1,4 +1,4 @@
-"""Makes the sample that a scorer is tried with before any is drawn: synthetic media, with prompts of the run."""
+"""Makes the sample that a scorer is tried with before any is generated: synthetic media, with prompts of the run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _SAMPLES = 2
 
 @dataclass(frozen=True)
 class Probe:
-    """Synthetic media and their prompts, as many of the ones as of the others."""
+    """Synthetic media and their prompts, equally many of both."""
 
     media: list[Media]
     prompts: list[Prompt]
 
     @classmethod
     def of(cls, config: Config, prompts: Sequence[Prompt]) -> Probe | None:
-        """Make the probe; None if the recipe wants none, or has no prompts."""
+        """Make the probe; None if the recipe disables it or has no prompts."""
         if not config.reward.probe or not prompts:
             return None
         count = min(_SAMPLES, config.reward.batch)

@@ -1,12 +1,12 @@
 """Finds scorers by name, and turns the `params` of a recipe into arguments of their constructors.
 
-A name is one of the table below, an entry point of the group `omni_async.scorers`, or `module:Class`. Parameters are
-the constructor's keyword arguments, checked against its type hints (`Annotated[int, Meta(ge=1)]` bounds included). A
-scorer's module is foreign code: any failure of its import becomes one line that says where.
+A name is in the table below, or an entry point of the group `omni_async.scorers`, or `module:Class`. Parameters are the
+constructor's keyword arguments, checked against its type hints (`Annotated[int, Meta(ge=1)]` bounds included). A
+scorer's module is foreign code: any failure of its import becomes one line with the place of the failure.
 
-A parameter `env:NAME`, at any depth, is the value of the environment variable NAME where the scorer is built, so that
-no recipe needs to contain a secret. The value of such a parameter, or of one named like a secret, is masked in
-everything the scorer raises.
+A parameter `env:NAME`, at any depth, is the value of the environment variable NAME in the process that builds the
+scorer, so no recipe needs to contain a secret. The value of such a parameter, or of a parameter named like a secret, is
+masked in everything the scorer raises.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _load(name: str) -> type:
 
 
 def _imported(name: str, module: str) -> ModuleType:
-    """Import the module. Any failure becomes a ScorerConfigError with its text and where it happened."""
+    """Import the module. Any failure becomes a ScorerConfigError with its text and its place."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -115,7 +115,7 @@ def _imported(name: str, module: str) -> ModuleType:
 
 
 def _searched() -> str:
-    """Describe the folders that modules are looked for in, without those of Python itself."""
+    """Return the folders that modules are searched in, without Python's own folders, as a text."""
     python = Path(os.__file__).parent
     found = dict.fromkeys(str(Path(entry).absolute()) for entry in sys.path if not entry.endswith(".zip"))
     shown = [folder for folder in found if folder != str(python) and not folder.startswith(str(python / "lib-dynload"))]
@@ -138,7 +138,7 @@ def _named(signature: inspect.Signature) -> list[inspect.Parameter]:
 
 
 def _required(signature: inspect.Signature) -> tuple[str, ...]:
-    """Return the parameters that a recipe must give; `device` is the run's to give."""
+    """Return the parameters that a recipe must give; the run passes `device`."""
     return tuple(p.name for p in _named(signature) if p.default is p.empty and p.name != _DEVICE)
 
 
@@ -169,7 +169,7 @@ def _arguments(name: str, scorer: type, params: dict[str, Any]) -> dict[str, Any
 
 
 def _referenced(value: Any) -> Iterator[str]:
-    """Yield the values that the `env:NAME` of a tree stand for."""
+    """Yield the values of all `env:NAME` references in a tree."""
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _referenced(item)
@@ -183,7 +183,7 @@ def secrets_of(config: schema.Scorer) -> frozenset[str]:
 
 
 def check(config: schema.Scorer, made: Sequence[MediaShape]) -> None:
-    """Raise `ScorerConfigError` if `build` would, or if the scorer accepts nothing of samples with such media.
+    """Raise `ScorerConfigError` if `build` would, or if the scorer accepts no part of samples with such media.
 
     Loads no model (the scorer's module is imported)."""
     scorer = _load(config.name)
@@ -214,9 +214,9 @@ def _require_calls(config: schema.Scorer) -> None:
 
 
 def prompt_check(config: schema.Scorer) -> Callable[[Prompt], str | None] | None:
-    """Return what the scorer requires of a prompt that it is asked for: its `needs`, and its `check_prompt`.
+    """Return a check of the prompts that the scorer scores, made of its `needs` and its `check_prompt`.
 
-    None if that is nothing. ScorerConfigError where they are unusable."""
+    None if it has neither. Raises ScorerConfigError if they are unusable."""
     scorer = _load(config.name)
     needs, ask = _needs(config.name, scorer), _own_check(config, scorer)
     if not needs and ask is None:
@@ -292,17 +292,17 @@ def check_files(config: schema.Scorer) -> None:
 
 
 def media_of(name: str) -> frozenset[str]:
-    """Return the parts of media that the scorer accepts. ScorerConfigError if there is none of that name."""
+    """Return the parts of media that the scorer accepts. ScorerConfigError if the name is unknown."""
     return frozenset(getattr(_load(name), "accepts", ("image",)))
 
 
 def required_params(name: str) -> tuple[str, ...]:
-    """Return the parameters that a recipe must give the scorer. ScorerConfigError if there is none of that name."""
+    """Return the parameters that a recipe must give the scorer. ScorerConfigError if the name is unknown."""
     return _required(_signature(name, _load(name))[0])
 
 
 def takes_param(name: str, param: str) -> bool:
-    """Tell whether the scorer has such a parameter. ScorerConfigError if there is none of that name."""
+    """Return whether the scorer has such a parameter. ScorerConfigError if the name is unknown."""
     return param in _signature(name, _load(name))[0].parameters
 
 
@@ -315,15 +315,15 @@ def concurrency_of(config: schema.Scorer) -> int | None:
 
 
 def cost_of(config: schema.Scorer) -> str:
-    """Return what a sample of the scorer costs, one of `COSTS`; see `Scorer`."""
+    """Return the cost class of a sample of the scorer, one of `COSTS`; see `Scorer`."""
     return str(getattr(_load(config.name), "cost", base.COSTS[0]))
 
 
 def build(config: schema.Scorer, gpus: float = 0.0) -> Scorer:
     """Build the scorer that `config` names, with its model loaded.
 
-    `gpus`: the accelerators that its worker has. They decide the argument `device` of a constructor that requires one:
-    the accelerator of this process, or "cpu"."""
+    `gpus`: the number of accelerators of its worker. It decides the argument `device` of a constructor that requires
+    one: the accelerator of this process, or "cpu"."""
     scorer = _load(config.name)
     arguments = _arguments(config.name, scorer, config.params)
     device = _signature(config.name, scorer)[0].parameters.get(_DEVICE)

@@ -1,8 +1,8 @@
-"""Keeps the entries of a score cache in one SQLite file, which several workers of one machine share.
+"""Stores the entries of a score cache in one SQLite file, which several workers of one machine share.
 
-Owns the connection. Blocking: waits for the file, unblocked by its other users, five seconds at most. SQLite's journal
-keeps the file whole when one of them is killed. A file that is locked, broken, another program's, or on a full disk
-costs entries, and raises nothing; one that stays locked is given up, because every attempt takes the five seconds.
+Owns the connection. Blocking: waits at most five seconds for the file, until its other users unblock it. SQLite's
+journal keeps the file intact when one of them is killed. A file that is locked, broken, another program's, or on a full
+disk costs entries, and raises nothing. A file that stays locked is given up, because every attempt takes five seconds.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _MOST_ROUNDS = 8  # of deleting as many entries as were added
 
 
 class ScoreFile:
-    """Entries by key. It is opened when it is first asked, and given up when it cannot be used.
+    """Entries by key. The file is opened at the first call, and given up when it is unusable.
 
-    For one thread at a time. `problem`: why it was given up, None if it was not."""
+    For one thread at a time. `problem`: why the file was given up, otherwise None."""
 
     def __init__(self, path: Path, bound: int) -> None:
         self.problem: str | None = None
@@ -35,7 +35,7 @@ class ScoreFile:
         self._database: sqlite3.Connection | None = None
 
     def get(self, keys: list[bytes]) -> dict[bytes, bytes]:
-        """Return the entries that are there."""
+        """Return the entries found."""
         found: dict[bytes, bytes] = {}
         try:
             if (database := self._opened()) is not None:
@@ -50,7 +50,7 @@ class ScoreFile:
         return found
 
     def put(self, entries: Mapping[bytes, bytes]) -> None:
-        """Add entries, all of them or none; the oldest are deleted where the file would grow beyond its bound."""
+        """Add entries, all of them or none; delete the oldest if the file would grow beyond its bound."""
         try:
             if (database := self._opened()) is not None:
                 with database:
@@ -71,7 +71,7 @@ class ScoreFile:
             if os.path.lexists(self._path):  # SQLite opens pipes and devices, too
                 require_file(self._path)
             real = os.path.realpath(self._path)
-            for beside in (f"{real}-journal", f"{real}-wal", f"{real}-shm"):  # it also writes through links of these
+            for beside in (f"{real}-journal", f"{real}-wal", f"{real}-shm"):  # SQLite writes through such links, too
                 if os.path.lexists(beside):
                     require_plain(os.lstat(beside), beside)
             database = sqlite3.connect(self._path, timeout=_LOCK_S, check_same_thread=False)
@@ -85,16 +85,16 @@ class ScoreFile:
 
     @staticmethod
     def _prepare(database: sqlite3.Connection) -> None:
-        database.text_factory = bytes  # a damaged entry may be a text, and not one of UTF-8
-        # Tables first: a worker that makes the file at this moment marks it before it has one.
-        # Views, virtual tables, columns and indexes can be computed when they are read, triggers when it is written.
+        database.text_factory = bytes  # a damaged entry may be a text that is not UTF-8
+        # Read the tables first: a worker that is creating the file marks it before it adds a table. Reading views,
+        # virtual tables, columns and indexes can run code; so can triggers on writing.
         own = f"name = 'scores' AND sql = '{_TABLE}' OR name = 'sqlite_autoindex_scores_1' AND sql IS NULL"
         [odd] = database.execute(f"SELECT count(*) FROM sqlite_master WHERE ({own}) IS NOT TRUE").fetchone()
         [tables] = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
         [application] = database.execute("PRAGMA application_id").fetchone()
         if odd or (application != _APPLICATION and (application or tables)):
             raise sqlite3.DatabaseError("it is the database of another program")
-        with suppress(sqlite3.OperationalError):  # another worker switches it: SQLite does not wait for that
+        with suppress(sqlite3.OperationalError):  # another worker is switching it; SQLite does not wait
             database.execute("PRAGMA journal_mode = WAL").close()
         database.execute("PRAGMA synchronous = NORMAL")
         database.execute(f"PRAGMA application_id = {_APPLICATION}")
@@ -104,7 +104,7 @@ class ScoreFile:
     def _make_room(self, database: sqlite3.Connection, count: int) -> None:
         """Delete the oldest entries while the file is too large, `count` at a time.
 
-        A small multiple of what was added at most: other workers wait meanwhile."""
+        Deletes at most a small multiple of the added entries, because other workers wait meanwhile."""
         for _ in range(_MOST_ROUNDS):
             if self._used(database) <= self._bound:
                 return
@@ -112,13 +112,13 @@ class ScoreFile:
 
     @staticmethod
     def _used(database: sqlite3.Connection) -> int:
-        """Return the bytes of the pages that hold something; those of deleted entries are used again."""
+        """Return the bytes of the pages in use; pages of deleted entries are reused."""
         asked = ("page_count", "freelist_count", "page_size")
         count, free, size = (database.execute(f"PRAGMA {name}").fetchone()[0] for name in asked)
         return int((count - free) * size)
 
     def _failed(self, error: Exception) -> None:
-        """Give the file up, unless it is only in use, and not all the time."""
+        """Give the file up, unless it is locked only now and then."""
         if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
             self._locked += 1
             if self._locked < _MOST_LOCKED:

@@ -1,7 +1,7 @@
-"""Counts what a scorer costs: its calls and their seconds, how long samples waited for its answers, and tokens.
+"""Counts a scorer's costs: its calls and their seconds, how long samples waited for its answers, and tokens.
 
-What is counted is taken away by reports, so that each covers the time since the last one. Counts of many workers are
-merged by addition; quantiles are made of all their times.
+A report takes the counts away, so each report covers the time since the last one. Counts of many workers are merged by
+addition; quantiles are computed from all their times.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from omni_async.types import Score, ScorerReport
 
 T = TypeVar("T")
 
-# Times of one report; where there are more, they are thinned out. The newest so many are kept for it.
+# The most times in one report, thinned out if there are more, and the most that are kept for it (the newest).
 _MOST_TIMES, _MOST_KEPT = 512, 4096
 # Parts of a judge's scores that count the tokens it read and wrote.
 TOKENS = ("prompt_tokens", "completion_tokens")
@@ -39,7 +39,7 @@ class ScorerStatistics:
     def _begin(self) -> None:
         self._calls = self._samples = self._failed = self._cached = 0
         self._tokens = 0.0
-        # Bounded: a server's are never taken.
+        # Bounded, because a server's times are never taken.
         self._call_s: deque[float] = deque(maxlen=_MOST_KEPT)
         self._answer_s: deque[float] = deque(maxlen=_MOST_KEPT)
 
@@ -57,7 +57,7 @@ class ScorerStatistics:
             self._observe(self._label, prompts, began, ended)
 
     async def timed(self, answer: Awaitable[T]) -> T:
-        """Await a sample's answer; how long that takes counts from when it was asked for."""
+        """Await a sample's answer, and record the seconds since the request for it."""
         began = self._clock.now()
         self._in_flight += 1
         try:
@@ -67,7 +67,7 @@ class ScorerStatistics:
             self._answer_s.append(self._clock.now() - began)
 
     def answered(self, outcomes: Iterable[Score | Failure | None]) -> None:
-        """Count the scorer's answers; None: one from the cache."""
+        """Count the scorer's answers; None for a cached answer."""
         for outcome in outcomes:
             if outcome is None:
                 self._cached += 1
@@ -77,7 +77,7 @@ class ScorerStatistics:
                 self._failed += 1
 
     def take(self, queued: int) -> ScorerReport:
-        """Return what was counted, and begin anew. `queued`: samples that wait for a call."""
+        """Return the counts and reset them. `queued`: samples that wait for a call."""
         report = ScorerReport(
             self._label,
             in_flight=self._in_flight,

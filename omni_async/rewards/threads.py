@@ -1,11 +1,11 @@
-"""Provides threads for blocking calls, of which some never return.
+"""Provides threads for blocking calls; some of the calls never return.
 
-Owns them, and waits for nothing.
+Owns the threads, and waits for nothing.
 
-A call gets a thread that is idle, or a new one; a thread whose call returns is idle again, so calls that do not overlap
-share one thread (and what libraries keep per thread). A thread cannot be stopped: a call that is given up leaves it
-`busy`. The threads are daemons, so that the process can end without them, which the standard library's pool does not
-allow.
+A call gets an idle thread or a new one. A thread is idle again when its call returns, so calls that do not overlap
+share one thread (and the data that libraries keep per thread). A thread cannot be stopped: a call that is given up
+leaves it `busy`. The threads are daemons, so the process can end without them; the standard library's pool does not
+allow that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Threads:
     def run(self, call: Callable[[], T]) -> asyncio.Future[T]:
         """Begin the call now.
 
-        Give it up by forgetting the future; a cancelled one frees its thread for a second call too early."""
+        Give it up by dropping the future; cancelling it frees its thread for a second call too early."""
         thread = self._idle.pop() if self._idle else DaemonThread(self._name)
         future = asyncio.get_running_loop().run_in_executor(thread, call)
         self._busy[future] = thread
@@ -55,4 +55,4 @@ class Threads:
             thread.shutdown()
         self._idle.clear()
         for future in self._busy:
-            future.cancel()  # or its thread would wake a loop that may be closed by then
+            future.cancel()  # otherwise its thread would wake a loop that may be closed by then

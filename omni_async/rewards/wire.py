@@ -1,7 +1,7 @@
-"""Defines what a reward server is asked and answers: version 1 of the protocol of `docs/rewards/http.md`.
+"""Defines the messages of reward servers and their clients: version 1 of the protocol of `docs/rewards/http.md`.
 
-The same structs in MessagePack, where bytes are bytes, and in JSON, where they are base64. Both sides take what the
-other sends for foreign data: decoding checks kinds, `sample_of` the rest, and neither can run code.
+The same structs are encoded in MessagePack, with bytes as bytes, or in JSON, with bytes as base64. Both sides treat
+received messages as foreign data: decoding checks kinds, `sample_of` checks the rest, and neither can run code.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from omni_async.types import Fault, Prompt
 
 PATH = "/v1/score"
 MSGPACK, JSON = "application/msgpack", "application/json"
-# Why a sample has no score: it, the scorer that is down, or a value beyond reward.max_abs.
+# Why a sample has no score: the sample itself, a scorer that is down, or a value beyond reward.max_abs.
 Kind = Literal["sample", "outage", "unbounded"]
 _FAULTS: dict[Kind, Fault] = {"sample": "retry", "outage": "outage", "unbounded": "reject"}
 
 _DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "float32": np.dtype("<f4")}
 _DEEPEST = 50  # levels of a prompt's metadata
 _MOST_VALUES = 20_000  # of a prompt's metadata
-# Values of a message: those of all metadata together, and as many parts as an answer can have.
+# Values of a message: of all metadata together, and as many parts as an answer can have.
 _MOST_ASKED, _MOST_ANSWERED, _MOST_REFUSED = 250_000, 600_000, 1000
 _MOST_IMAGES = 16
 _MOST_SAMPLES = 1024
@@ -41,7 +41,7 @@ Text = Annotated[str, Meta(max_length=_LONGEST_TEXT)]
 
 
 class WireError(ValueError):
-    """What came is not what the protocol says; its text is one line, for the other side."""
+    """A received message breaks the protocol; the text is one line, for the other side."""
 
 
 class Array(msgspec.Struct, frozen=True):
@@ -56,7 +56,7 @@ class Array(msgspec.Struct, frozen=True):
 
 
 class WireMedia(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Parts as `omni_async.media.Media` has them; at least one."""
+    """At least one part of `omni_async.media.Media`."""
 
     image: Array | None = None
     video: Array | None = None
@@ -64,7 +64,7 @@ class WireMedia(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WirePrompt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A prompt; `images` are the bytes of PNG, JPEG or WebP files that it carries."""
+    """A prompt; `images` are the bytes of its PNG, JPEG or WebP files."""
 
     text: Text
     index: Annotated[int, Meta(ge=0, le=2**62)] = 0
@@ -124,9 +124,9 @@ def encode(message: Any, form: str) -> bytes:
 
 
 def widening(body: bytes | bytearray, form: str) -> int:
-    """Return how many bytes the texts of a request may take in memory beyond the bytes of its body, at most.
+    """Return the most bytes that the texts of a request may take in memory beyond the bytes of its body.
 
-    Raises WireError for MessagePack that is no request."""
+    Raises WireError for MessagePack that is not a request."""
     if form == JSON:
         return 0 if body.isascii() and b"\\u" not in body else 3 * len(body)
     try:
@@ -136,17 +136,17 @@ def widening(body: bytes | bytearray, form: str) -> int:
 
 
 def decode_request(body: bytes | bytearray, form: str) -> Request:
-    """Return a client's request; WireError if it is none."""
+    """Return a client's request; WireError if the body is not a request."""
     return _decoded(body, form, Request, _MOST_ASKED)
 
 
 def decode_answer(body: bytes, form: str) -> Answer:
-    """Return a server's answer; WireError if it is none."""
+    """Return a server's answer; WireError if the body is not an answer."""
     return _decoded(body, form, Answer, _MOST_ANSWERED)
 
 
 def decode_refusal(body: bytes, form: str) -> str:
-    """Return why a server refused: its own words, or an empty text if it has none that can be read."""
+    """Return a server's own reason for a refusal, or an empty text if it has no readable reason."""
     try:
         refusal: Refusal = _decoded(body, form, Refusal, _MOST_REFUSED)
     except WireError:
@@ -155,7 +155,7 @@ def decode_refusal(body: bytes, form: str) -> str:
 
 
 def _decoded(body: bytes | bytearray, form: str, kind: type[Any], most: int) -> Any:
-    """Return a message with at most so many values, which are counted before any is decoded."""
+    """Return a message of at most `most` values, which are counted before any is decoded."""
     try:
         if form == MSGPACK:
             return decode_msgpack(body, kind, most, _LONGEST_TEXT)
@@ -168,7 +168,7 @@ def _decoded(body: bytes | bytearray, form: str, kind: type[Any], most: int) -> 
 
 
 def sent_sample(media: Media, prompt: Prompt, key: str | None) -> WireSample:
-    """Return a sample as it is sent; ValueError if an image of its prompt cannot be read."""
+    """Convert a sample to its message; ValueError if an image of its prompt cannot be read."""
     rates = {"image": None, "video": media.fps, "audio": media.sample_rate}
     media = media.numpy()
     parts = {name: _sent(getattr(media, name), rates[name]) for name in media.parts}
@@ -184,7 +184,7 @@ def _sent(array: Any, rate: float | None) -> Array:
 
 
 def sample_of(sample: WireSample) -> tuple[Media, Prompt]:
-    """Return the media, as arrays that cannot be written to, and the prompt; WireError names what is wrong."""
+    """Return the media, as read-only arrays, and the prompt; WireError names the invalid part."""
     found = sample.media
     try:
         media = Media(
@@ -221,7 +221,7 @@ def _whole(rate: float | None) -> int | None:
 
 
 def num_values(tree: Any) -> int:
-    """Return how many values metadata have, without their keys."""
+    """Return the number of values in metadata, without their keys."""
     items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
     return 1 + sum(map(num_values, items))
 

@@ -1,9 +1,9 @@
 """Defines the interface of rollout engines.
 
-An engine makes samples, and holds one version of the policy that can be swapped meanwhile.
+An engine generates samples, and holds one version of the policy that can be swapped meanwhile.
 
 An engine owns its batching: callers `generate` many samples concurrently and the engine mixes them as it likes, because
-batching must not change a sample. Tensors it returns are on the CPU. `StagedVersion` is what every engine has taken in.
+batching must not change a sample. Tensors it returns are on the CPU. `StagedVersion` holds an engine's staged version.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ class EngineError(RuntimeError):
 class Trajectory:
     """The trajectory of one sample.
 
-    `tensors`, batch size [], holds what the request's `fields` asked for, of:
-      latents (W + 1, *shape) float32: before the first trained step, and after each one
-      log_probs (W,) float64: mean over latent elements, as `omni_async.diffusion.sde` defines it for the request's kind
-      modality_log_probs (W, M) float64: the same of each modality alone, where a sample has M of them
-        (`omni_async.diffusion.policy.HasModalities`); comes with log_probs
-      means (W, *shape) float32: transition means under the policy that took the step
-      final (*shape) float32: the last latents, those the media were decoded from
-      conditioning: a nested TensorDict, the policy's
-    and always sigmas (N + 1,) float32 and steps (W,) int64. `versions` are those that took the denoising steps, trained
-    or not. `encoded`: how many prompts were encoded for it (`SampleResult`)."""
+    `tensors`, batch size [], contains the requested `fields` among:
+      latents             (W + 1, *shape) float32: before the first trained step, and after each one
+      log_probs           (W,) float64: mean over latent elements, as `omni_async.diffusion.sde` defines it for the
+                          request's kind
+      modality_log_probs  (W, M) float64: the same of each modality alone, if a sample has M of them
+                          (`omni_async.diffusion.policy.HasModalities`); comes with log_probs
+      means               (W, *shape) float32: transition means under the policy that took the step
+      final               (*shape) float32: the last latents, which were decoded to the media
+      conditioning        a nested TensorDict, the policy's
+    It always contains sigmas (N + 1,) float32 and steps (W,) int64. `versions`: the versions that took the denoising
+    steps, trained or not. `encoded`: how many prompts were encoded for it (`SampleResult`)."""
 
     tensors: TensorDict
     media: Media
@@ -60,15 +61,15 @@ class RolloutEngine(Protocol):
         """
 
     async def generate(self, request: SampleRequest) -> Trajectory:
-        """Make one sample. ValueError if the request is wrong, EngineError if the engine is."""
+        """Generate one sample. ValueError if the request is wrong, EngineError if the engine is."""
 
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
-        """Take in a version without disturbing generation; returns the digest of what arrived."""
+        """Receive a version without disturbing generation; returns the digest of the received bytes."""
 
     async def swap(self, version: int) -> WeightReport:
         """Switch to the staged version before the next denoising step of anything, in-flight samples included.
 
-        Before the next batch in request batching."""
+        In request batching, switch before the next batch."""
 
     async def close(self) -> None:
         """Free everything; `generate` calls in flight fail with EngineError."""
@@ -96,15 +97,15 @@ class StagedVersion(Generic[T]):
 
 
 async def require_whole(engine: str, manifest: WeightManifest, buckets: list[np.ndarray]) -> None:
-    """Compare the digest of what arrived with the manifest's, beside the event loop.
+    """Compare the digest of the received bytes with the manifest's, in a thread.
 
     Args:
         engine: the engine's name, for the error.
-        manifest: what was published.
-        buckets: what arrived, uint8.
+        manifest: of the published version.
+        buckets: the received bytes, uint8.
 
     Raises:
-        EngineError: it is damaged."""
+        EngineError: the version is damaged."""
     try:
         await in_daemon_thread(verify, manifest, buckets)
     except WeightError as error:

@@ -28,7 +28,7 @@ class BaseWeights(Mapping[str, torch.Tensor]):
             parameters = {name for name, _ in model.named_parameters()}
             for file in sorted((path / component).glob("*.safetensors")):
                 opened: Any = safe_open(file, "pt")  # closed when it is collected
-                # Files may hold buffers, too, which are not trained and so never published.
+                # Files may also contain buffers, which are not trained and so never published.
                 for name in parameters & set(opened.keys()):
                     self._where[f"{component}.{name}"] = opened, name
 

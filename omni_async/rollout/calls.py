@@ -1,7 +1,7 @@
-"""Draws samples of several calls: a program asks for one after the other, and they are joined to one sample.
+"""Generates samples of several calls: a program makes the calls, and they are joined into one sample.
 
-Every call is a sample of the engine's own, with its own prompt and noise, so calls of different samples share batches,
-and new weights arrive between any two steps of a call as they always do.
+Every call is a separate sample for the engine, with its own prompt and noise, so calls of different samples share
+batches, and new weights arrive between any two steps of a call, as usual.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ Draw = Callable[[Prompt], Awaitable[Media]]
 
 class Program(Protocol):
     async def __call__(self, prompt: Prompt, draw: Draw) -> None:
-        """Draw one sample, in `rollout.calls` calls.
+        """Generate one sample, in `rollout.calls` calls.
 
-        The media of the last call are the sample's: the reward is theirs, and is shared by all calls. It must do the
-        same whenever it is called with the same prompt and gets the same media, because lost samples are drawn again.
-        Several samples are drawn at once. Whatever it raises counts as a failure of the sample, which is retried.
+        The media of the last call are the sample's: the reward is theirs, and all calls share it. The program must be
+        deterministic for the same prompt and media, because lost samples are generated again. Several samples are
+        generated concurrently. Any exception counts as a failure of the sample, which is retried.
 
         Args:
             prompt: the sample's, from the prompt file.
-            draw: draws one call, by the sample's `SamplingSpec`, for whatever prompt it is given, and returns its media
-                as NumPy arrays."""
+            draw: generates one call with any prompt and the sample's `SamplingSpec`, and returns its media as NumPy
+                arrays."""
 
 
 async def try_program(program: Program, probe: Any) -> str | None:
-    """Return why a program's judges are wrong, which it finds out by its method `try_out`, if it has that.
+    """Return why a program's judges are wrong, as found by its optional method `try_out`.
 
     `try_out` is a coroutine function: (`omni_async.rewards.probe.Probe`) -> a sentence, or None. None without a probe.
     """
@@ -46,7 +46,7 @@ async def try_program(program: Program, probe: Any) -> str | None:
 
 
 def untried(program: Program) -> str | None:
-    """Return why a program's judges could not be tried, which is its attribute `untried`, if it has that."""
+    """Return why a program's judges could not be tried: its optional attribute `untried`."""
     found: str | None = getattr(program, "untried", None)
     return found
 
@@ -54,18 +54,18 @@ def untried(program: Program) -> str | None:
 async def draw_calls(
     program: Program, request: SampleRequest, generate: Callable[[SampleRequest], Awaitable[Trajectory]]
 ) -> Trajectory:
-    """Draw the sample that `request` asks for as the program says, and join its calls.
+    """Generate the requested sample with the program, and join its calls.
 
     The tensors of call k, with the fields of `omni_async.rollout.base.Trajectory`, are under `call<k>`.
 
     Args:
         program: called once.
-        request: of `calls` calls; the first has its seeds, the others have seeds made of these.
+        request: of `calls` calls; the first has its seeds, the others have seeds derived from these.
         generate: the engine's.
 
     Raises:
-        ValueError: the program made more calls, or fewer, or asked for something else than a prompt.
-        EngineError: the engine's, whatever the program made of it."""
+        ValueError: the program made more or fewer calls, or passed something other than a prompt.
+        EngineError: the engine's, however the program handled it."""
     begun = 0
     made: dict[int, Trajectory] = {}
     broken: list[EngineError] = []
@@ -75,7 +75,7 @@ async def draw_calls(
         call, begun = begun, begun + 1
         if begun > request.calls:
             raise ValueError(f"the rollout program made more than rollout.calls = {request.calls} calls")
-        if not isinstance(prompt, Prompt):  # foreign code; the engine would be blamed
+        if not isinstance(prompt, Prompt):  # foreign code; otherwise the engine would seem at fault
             raise ValueError(f"the rollout program drew a {type(prompt).__name__}, expected a Prompt")
         try:
             made[call] = found = await generate(_request_of(request, call, prompt))

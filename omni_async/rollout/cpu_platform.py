@@ -1,6 +1,6 @@
-"""Lets vLLM-Omni run where there is no accelerator.
+"""Lets vLLM-Omni run without an accelerator.
 
-Its own platforms are all devices, and an entry point may add one."""
+vLLM-Omni's own platforms are all for devices; an entry point may add another platform."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 def register() -> str | None:
     """Serve the entry point of `vllm_omni.platform_plugins`.
 
-    Returns the class path of our CPU platform, or None where there is a device to use."""
+    Returns the class path of our CPU platform, or None if there is a device to use."""
     import torch
 
     return None if torch.accelerator.is_available() else "omni_async.rollout.vllm_cpu.CpuOmniPlatform"

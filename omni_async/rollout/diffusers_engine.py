@@ -1,12 +1,12 @@
-"""Implements the reference engine: the policy contract and nothing else, so it runs every family that has one.
+"""Implements the reference engine on the policy contract alone, so it runs every family that implements that.
 
-Requests wait in a queue; a runner task takes the oldest one with all that can share its batch (same size, steps and
-guidance) up to `max_batch`, in arrival order, and denoises them from noise to media in one worker thread. It waits for
-a request or a swap. `generate`, `swap` and `close` unblock it. A staged version is switched in by the same thread:
+Requests wait in a queue. A runner task takes the oldest one with all requests that can share its batch (same size,
+steps and guidance) up to `max_batch`, in arrival order, and denoises them from noise to media in one worker thread. It
+waits for a request or a swap; `generate`, `swap` and `close` unblock it. The same thread swaps in a staged version:
 between any two denoising steps, or between two batches with `batching` "request".
 
-Which requests share a batch depends on the order of `generate` calls and never on time: calls made in one event-loop
-tick are all queued before the runner looks.
+The requests of a batch depend on the order of `generate` calls and never on time: calls made in one event-loop tick are
+all queued before the runner reads the queue.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Swap(NamedTuple):
 
 
 class DiffusersEngine:
-    """A `RolloutEngine` on diffusers. `device` defaults to the current accelerator, or the CPU where there is none."""
+    """A `RolloutEngine` on diffusers. `device` defaults to the current accelerator, otherwise the CPU."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class DiffusersEngine:
                 _settle(self._swaps.get().done, closed)
 
     def _take_batch(self) -> list[_Waiting]:
-        """Take the oldest request and those behind it that can share its batch. Cancelled callers are forgotten."""
+        """Take the oldest request, and later requests for the same batch. Drop requests of cancelled callers."""
         alive = [w for w in self._waiting if not w.result.done()]
         batch = [w for w in alive if w.batch_key == alive[0].batch_key][: self._max_batch]
         chosen = {id(w) for w in batch}
@@ -161,7 +161,7 @@ class DiffusersEngine:
         return batch
 
     def _make(self, loop: asyncio.AbstractEventLoop, requests: list[SampleRequest]) -> list[Trajectory | Exception]:
-        """Make a batch, in the worker thread.
+        """Generate a batch, in the worker thread.
 
         A prompt that cannot be encoded fails alone; any other error fails the batch, as an EngineError."""
         self._swap_pending(loop)
@@ -234,7 +234,7 @@ class DiffusersEngine:
         else:
             self._base.clear()
         for name, weight in staged.weights(live | self._base, live, self._upload):
-            live[name].copy_(weight)  # nothing is copied of a weight that is there already
+            live[name].copy_(weight)  # copies nothing if the weight is already in place
         self._version, self._digest = staged.manifest.version, staged.manifest.digest
         return self._report(staged.staged_s, time.perf_counter() - started)
 

@@ -1,13 +1,13 @@
-"""Implements an engine without a model, on a device that takes as long as it is told.
+"""Implements an engine without a model, on a device with configured or recorded times.
 
-Requests, versions and reports are real. `times` says how long things take: `ReplayedTimes` replays a profile, in which
-a job is a batch of waiting requests that start and end together; `StepTimes` is `rollout.emulated`, with which whatever
-runs takes one denoising step at a time, and a sample joins as soon as there is room and leaves after its last step.
-`make` says what a sample is made of: `RandomPayload` is bytes of a profile's sizes, `ZeroVelocity` of
+Requests, versions and reports are real. `times` determines all durations. `ReplayedTimes` replays a profile, with jobs
+that are batches of waiting requests that start and end together. `StepTimes` is `rollout.emulated`: running samples
+take one denoising step at a time, and a sample joins as soon as there is room and leaves after its last step. `make`
+determines the contents of a sample. `RandomPayload` returns bytes of a profile's sizes; `ZeroVelocity` of
 `omni_async.rollout.stepping` makes real trajectories of a policy that does nothing.
 
 Every step is stamped with the version that took it, and a swap falls between two steps. The engine sleeps on the event
-loop, never in a thread, so it runs on a loop of virtual time too. It waits for a request, a swap, or the device;
+loop, never in a thread, so it also runs on a loop of virtual time. It waits for a request, a swap, or the device;
 `generate`, `swap` and `close` unblock it. Imports no torch.
 """
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from omni_async.config.schema import Emulated
 
-# Samples leased together arrive one by one, because messages take time that no device spends: samples that come within
-# this time of the first, or this share of the job if that is shorter, belong to the same batch. The job is planned from
-# the first sample's arrival all the same.
+# Samples leased together arrive one at a time, because messages take time that no device spends. Samples that arrive
+# within this time after the first, or this share of the job if that is shorter, belong to the same batch. The job is
+# still planned from the first sample's arrival.
 _INSTANT_S = 0.02
 _INSTANT_SHARE = 0.05
 # Trajectories are windows of one random buffer, at offsets below this many bytes; storing one copies it.
@@ -42,9 +42,9 @@ Make = Callable[[SampleRequest, VersionSpans], Trajectory]
 
 
 class EngineTimes(ABC):
-    """The seconds that an engine's device takes; nothing but steps unless a method says otherwise.
+    """The seconds that an engine's device takes; only steps take time unless a method overrides it.
 
-    `in_batches`: samples start together and end together, and `step` is asked once for all steps of a batch; otherwise
+    `in_batches`: samples start together and end together, and `step` is called once for all steps of a batch; otherwise
     a sample joins and leaves at any step. `gather`: how long the first sample waits for others."""
 
     in_batches = False
@@ -96,7 +96,7 @@ class ReplayedTimes(EngineTimes):
         return self._draws.seconds("generate", samples) / num_steps
 
     def stage(self, version: int) -> float:
-        """Draw the time of a publish, the same on all engines: it is over when every engine has the version."""
+        """Draw the time of a publish, the same on all engines, because it ends when every engine has the version."""
         return Draws(f"publish/{version}", self._seed, self._profile).seconds("publish")
 
     def swap(self) -> float:
@@ -148,8 +148,8 @@ class EmulatedEngine:
         self._staged: StagedVersion[tuple[WeightManifest, float]] = StagedVersion(name)
         self._waiting: deque[_Sample] = deque()
         self._running: list[_Sample] = []
-        self._step_s = 0.0  # of the batch that runs
-        self._since: float | None = None  # when what runs could have started, until it has
+        self._step_s = 0.0  # of the running batch
+        self._since: float | None = None  # when the batch could have started, until it starts
         self._swap: _Swap | None = None
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -169,7 +169,7 @@ class EmulatedEngine:
         return self._make(request, VersionSpans.of(sample.versions))
 
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
-        """Take a version in, for as long as `times` says, the time to check the digest included.
+        """Receive a version, for the time that `times` returns, including the time to check the digest.
 
         EngineError if the bytes differ from the manifest."""
         self._require_running()
@@ -234,7 +234,7 @@ class EmulatedEngine:
             swap.done.set_result(None)
 
     async def _begin(self) -> None:
-        """Form a batch of what waits; all its samples have the same number of steps if they also end together."""
+        """Form a batch of waiting samples; they all have the same number of steps if they also end together."""
         self._since = self._waiting[0].arrived
         if len(self._waiting) < self._max_batch and self._times.gather:
             await asyncio.sleep(self._times.gather)

@@ -1,6 +1,6 @@
 """Builds an engine from the configuration.
 
-Each engine's module, and what it imports, is loaded only if that engine is chosen."""
+Each engine's module, with its imports, is loaded only if that engine is chosen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from omni_async.rollout.base import RolloutEngine
 def build_engine(
     config: Config, engine_name: str, family: PipelineFamily, profile: Profile | None = None
 ) -> RolloutEngine:
-    """Build the engine of `config.rollout.engine`, or one that replays `profile`, not started yet.
+    """Build the engine of `config.rollout.engine`, or an engine that replays `profile`, without starting it.
 
     Args:
         config: of the run.

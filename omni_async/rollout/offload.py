@@ -1,4 +1,4 @@
-"""Keeps frozen models in host memory, and brings them to a device while they compute."""
+"""Keeps frozen models in host memory, and copies them to a device while they compute."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _BLOCK_BYTES = 2**31
 
 
 class Offloaded:
-    """Models in host memory, and on `device` as well between `bring` and `release`.
+    """Models in host memory, and also on `device` between `bring` and `release`.
 
-    They must be frozen: what is on the device is dropped, not copied back. For an accelerator their host memory is
-    pinned, once, because a device reads it several times as fast; `allocate(nbytes)` replaces that memory."""
+    They must be frozen: the copies on the device are dropped, not copied back. For an accelerator their host memory
+    is pinned, once, because a device reads pinned memory several times as fast; `allocate(nbytes)` replaces that
+    memory."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class Offloaded:
         if self._there:
             return
         self._there = True
-        moved: dict[int, torch.Tensor] = {}  # weights that are tied stay so
+        moved: dict[int, torch.Tensor] = {}  # tied weights stay tied
         try:
             for module, name, tensor in self._host:
                 if id(tensor) not in moved:
@@ -63,7 +64,7 @@ class Offloaded:
             raise
 
     def release(self) -> None:
-        """Leave the models to host memory alone."""
+        """Drop the copies on the device."""
         if self._there:
             for module, name, tensor in self._host:
                 setattr(module, name, tensor)
@@ -77,7 +78,7 @@ def _pinned(nbytes: int) -> Bucket:
 
 @torch.no_grad()
 def _move(tensors: Iterable[torch.Tensor], allocate: Callable[[int], Bucket]) -> None:
-    """Give tensors, wherever they are, memory of `allocate` with their contents."""
+    """Move tensors, on any device, with their contents into memory of `allocate`."""
     once = {id(tensor): tensor for tensor in tensors}  # several models may share some
     total = sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in once.values())
     blocks = BucketSet(min(_BLOCK_BYTES, max(1, total)), allocate)

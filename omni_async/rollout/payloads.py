@@ -1,6 +1,7 @@
-"""Holds published weights as an engine takes them in.
+"""Holds published weights in an engine.
 
-Verified once when staged, turned into full weights under diffusers names when swapped."""
+A version is verified once when it is staged, and converted to full weights under diffusers names when it is swapped
+in."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Staged:
-    """A version that arrived whole: the digest of `buckets` is the manifest's. `staged_s` is how long that took."""
+    """A version received whole: the digest of `buckets` is the manifest's. `staged_s`: the seconds of staging."""
 
     manifest: WeightManifest
     buckets: list[np.ndarray]
@@ -36,13 +37,13 @@ class Staged:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights that this version changes, under diffusers names, one tensor at a time.
 
-        A full payload yields all of them. A weight that has its like in `live` is copied there, piece by piece, and
-        yielded as that parameter, which torch does not copy onto itself. A LoRA payload yields
-        `base + scale * B @ A`, made on `upload`'s device, for the weights that it adapts.
+        A full payload yields all of them. A weight with a counterpart in `live` is copied into it, piece by piece, and
+        yielded as that parameter, which torch does not copy onto itself. A LoRA payload yields `base + scale * B @ A`,
+        computed on `upload`'s device, for the weights that it adapts.
 
         Args:
             base: every weight, as `component.name`, with its value without adapters.
-            live: the engine's parameters by the same names; some may be fused, sharded or called otherwise.
+            live: the engine's parameters by the same names; some may be fused, sharded or named differently.
             upload: copies to the engine's device.
 
         Raises:
@@ -81,23 +82,23 @@ class Staged:
             yield spec.name, target
 
     def some(self, live: Mapping[str, torch.Tensor], most: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield at most so many weights of a full payload that have their like in `live`, as they arrived."""
+        """Yield at most so many weights of a full payload that have a counterpart in `live`, as received."""
         if self.manifest.payload == "full":
             fit = (spec for spec in self.manifest.tensors if spec.name in live and live[spec.name].shape == spec.shape)
             yield from unpack(msgspec.structs.replace(self.manifest, tensors=tuple(islice(fit, most))), self.buckets)
 
 
 async def take_in(engine: str, into: StagedVersion[Staged], manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
-    """Verify a version beside the event loop, stage it and return its digest.
+    """Verify a version in a thread, stage it and return its digest.
 
     Args:
         engine: the engine's name, for the error.
         into: where the version waits for the swap.
-        manifest: what was published.
-        buckets: what arrived, uint8; not to be written to while the version is in use.
+        manifest: of the published version.
+        buckets: the received bytes, uint8; not to be written to while the version is in use.
 
     Raises:
-        EngineError: it is damaged; nothing is staged."""
+        EngineError: the version is damaged; nothing is staged."""
     started = time.perf_counter()
     await require_whole(engine, manifest, buckets)
     into.put(manifest.version, Staged(manifest, buckets, time.perf_counter() - started))
@@ -110,7 +111,7 @@ def adapted_weights(adapters: Iterable[str]) -> set[str]:
 
 
 def lora_scale(manifest: WeightManifest) -> float:
-    """Return `manifest.lora["scale"]`, or alpha / rank where the manifest has these instead."""
+    """Return `manifest.lora["scale"]`, or alpha / rank if the manifest has these instead."""
     lora = manifest.lora or {}
     if "scale" in lora:
         return float(lora["scale"])

@@ -1,9 +1,8 @@
-"""Steps samples in flight: applies a velocity, as every engine does, and keeps the trained steps.
+"""Steps samples in flight: applies a velocity, for every engine, and records the trained steps.
 
 `InFlight` is one sample between two denoising steps. `take_steps` moves a whole batch of them, each at its own step, by
-one; samples only meet in the batch dimension, so a sample does not depend on its neighbours. `ConditioningCache` keeps
-what the steps are conditioned on; `ZeroVelocity` makes the samples of a policy that does nothing, for the emulated
-engine.
+one. Samples only meet in the batch dimension, so a sample does not depend on its neighbours. `ConditioningCache` stores
+the conditioning of the steps; `ZeroVelocity` makes the samples of a policy that does nothing, for the emulated engine.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from omni_async.types import SampleRequest, VersionSpans
 
 
 def check_request(request: SampleRequest) -> None:
-    """Raise ValueError, naming the field, if no engine could make this sample."""
+    """Raise ValueError, naming the field, if no engine could generate this sample."""
     r, where = request, f"request {request.sample_id}"
     if r.num_inference_steps < 2:
         raise ValueError(f"{where}: num_inference_steps must be >= 2, got {r.num_inference_steps}")
@@ -126,7 +125,7 @@ class InFlight:
         self.step += 1
 
     def tensors(self, conditioning: TensorDict | None = None) -> dict[str, torch.Tensor | TensorDict]:
-        """Return the tensors that the request's fields ask for, on the latents' device, plus `sigmas` and `steps`.
+        """Return the tensors of the request's fields, on the latents' device, plus `sigmas` and `steps`.
 
         Fields of an ODE sample's window are empty."""
         found: dict[str, torch.Tensor | TensorDict] = {
@@ -158,7 +157,7 @@ def take_steps(samples: Sequence[InFlight], velocity: torch.Tensor, version: int
     """Move every sample one denoising step along its velocity.
 
     Args:
-        samples: B of them, of one shape, each at a step of its own; they are changed.
+        samples: B of them, of one shape, each at its own step; they are changed.
         velocity: (B, *shape) float32, a row per sample.
         version: the policy version that predicted it.
 
@@ -166,8 +165,8 @@ def take_steps(samples: Sequence[InFlight], velocity: torch.Tensor, version: int
         The new latents (B, *shape)."""
     noisy = [s.noisy for s in samples]
     kinds = sorted({s.request.sde_kind for s in samples if s.noisy}) or [KINDS[0]]
-    if len(kinds) > 1:  # rare, so simply one kind after the other
-        # Settled before anything moves: a noise-free row may go with any kind.
+    if len(kinds) > 1:  # rare, so the kinds are simply processed in turn
+        # Decided before anything moves: a noise-free row fits any kind.
         kind_of = [s.request.sde_kind if s.noisy else kinds[0] for s in samples]
         moved = torch.empty_like(velocity)
         for kind in kinds:
@@ -211,8 +210,8 @@ def take_steps(samples: Sequence[InFlight], velocity: torch.Tensor, version: int
 class ConditioningCache:
     """The conditioning of the latest prompts, for one thread: groups, epochs and validation repeat prompts.
 
-    Text encoders are frozen, so no version of the policy makes it old. At most `most_bytes` are kept, on the codec's
-    device; the prompt that was not asked for the longest goes first."""
+    Text encoders are frozen, so it never depends on the policy's version. At most `most_bytes` are kept, on the codec's
+    device; the least recently used prompt is dropped first."""
 
     def __init__(self, codec: Codec, most_bytes: int = 512 * 2**20) -> None:
         self.codec = codec
@@ -222,21 +221,21 @@ class ConditioningCache:
         self._encoders: Offloaded | None = None
 
     def offload(self, device: torch.device | str) -> None:
-        """Keep the codec's encoders in host memory, on `device` only from a prompt that is encoded to `release`.
+        """Keep the codec's encoders in host memory, and on `device` only while prompts are encoded, until `release`.
 
-        Without effect on a codec that does not name them."""
+        Has no effect on a codec that does not name them."""
         if isinstance(self.codec, HasEncoders):
             self._encoders = Offloaded(self.codec.encoders, device)
 
     def release(self) -> None:
-        """Leave encoders that are offloaded to host memory, before the device is needed for something else."""
+        """Free the device memory of offloaded encoders, before the device is needed for something else."""
         if self._encoders is not None:
             self._encoders.release()
 
     def of(self, request: SampleRequest) -> tuple[TensorDict, bool]:
         """Return the request's conditioning, batch size [], and whether it was encoded now.
 
-        With the unconditional branch if the request is guided. Shared between callers: not to be written to."""
+        Includes the unconditional branch if the request is guided. Shared between callers: not to be written to."""
         prompt, codec = request.prompt, self.codec
         of_spec = codec.conditioning_key(request.spec) if isinstance(codec, ReadsLess) else request.spec
         key = (prompt.text, tuple(image.digest for image in prompt.images), of_spec)
@@ -272,7 +271,7 @@ class ZeroVelocity:
 
     Transitions, noise and log-probs are the real ones, so they agree with a recomputation that also uses velocity 0.
     Media are flat. `latent_shape(spec)`, `sigmas(steps, spec)` and `blank_conditioning(spec)` are a policy's methods,
-    or stand in for them: what is returned then fits a real trainer of that policy."""
+    or replacements; with a policy's methods, the samples fit a real trainer of that policy."""
 
     def __init__(
         self,

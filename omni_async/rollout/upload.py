@@ -27,11 +27,11 @@ class Upload:
 
     @torch.no_grad()
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy `source`, in host memory, into `target`; it may convert the dtype.
+        """Copy `source`, in host memory, into `target`, converting the dtype if necessary.
 
         Args:
             target: contiguous, of any shape, on the device.
-            source: contiguous, of as many elements."""
+            source: contiguous, with as many elements."""
         if self.device.type == "cpu":
             target.view(-1).copy_(source.view(-1))
             return

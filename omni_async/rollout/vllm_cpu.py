@@ -14,10 +14,10 @@ from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
 
 def _define_activation() -> None:
-    """Define the operator that vLLM's activation layer looks up, where vLLM's kernels do not load.
+    """Define the operator that vLLM's activation layer looks up, if vLLM's kernels do not load.
 
     They link libnuma, which a slim Linux lacks. On a CPU the layer never calls the operator: it computes with torch."""
-    CpuPlatform.import_kernels()  # Before we look: a kernel cannot be defined a second time.
+    CpuPlatform.import_kernels()  # First, because a kernel cannot be defined a second time.
     if not hasattr(torch.ops._C, "silu_and_mul"):
         _OPERATORS.define("silu_and_mul(Tensor! out, Tensor input) -> ()")
 
@@ -29,7 +29,7 @@ _define_activation()
 
 class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     _omni_enum = OmniPlatformEnum.OOT
-    # vLLM-Omni writes logical device numbers here, so it must not be the variable from which vLLM reads NUMA nodes.
+    # vLLM-Omni writes logical device numbers to this variable, so it must differ from vLLM's variable for NUMA nodes.
     device_control_env_var = "OMNI_ASYNC_CPU_DEVICES"
 
     @classmethod
@@ -80,8 +80,8 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     def current_device(self) -> int:
         return 0
 
-    # vLLM-Omni asks for the peak after every denoising step of every batch; reading /proc that often costs more than
-    # the number is worth.
+    # vLLM-Omni reads the peak after every denoising step of every batch; reading /proc that often costs more than the
+    # number is worth.
     @classmethod
     def max_memory_reserved(cls, device: Any = None) -> int:
         return 0

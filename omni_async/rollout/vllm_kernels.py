@@ -1,4 +1,4 @@
-"""Finds out which kernels vLLM-Omni chose for a model."""
+"""Reports which kernels vLLM-Omni chose for a model."""
 
 from __future__ import annotations
 

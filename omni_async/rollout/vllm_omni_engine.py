@@ -2,8 +2,8 @@
 
 vLLM-Omni owns the queue, the batches and a thread that runs them; this class translates requests and results, and
 carries weights. An engine initialises torch.distributed and claims the process, so a process has one engine and no
-trainer. The engine waits for the results stream of a request and for the answer of a worker call, which vLLM-Omni runs
-between two denoising steps; in request batching, between two batches.
+trainer. The engine waits for the results stream of a request and for the answer of a worker call. vLLM-Omni runs worker
+calls between two denoising steps; in request batching, between two batches.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from omni_async.types import SampleRequest, VersionSpans, WeightManifest, Weight
 if TYPE_CHECKING:
     import numpy as np
 
-# Read when vLLM and tqdm are imported. A user's own choice wins. Without the event-driven loop two threads poll every
-# millisecond, also while the engine idles.
+# Read when vLLM and tqdm are imported. A user's own choice takes precedence. Without the event-driven loop two threads
+# poll every millisecond, even while the engine idles.
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -37,8 +37,8 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TQDM_DISABLE": "1",
 }
-# Requests of one moment arrive one by one. In request batching, one that comes after its batch has begun waits for all
-# of it: so a batch begins when it is full, when nothing has come for a fifth of this time, or after it.
+# Concurrent requests arrive one at a time. In request batching, a request that arrives after its batch has begun waits
+# for all of it. So a batch begins when it is full, after a fifth of this time without a request, or after this time.
 _GATHER_MS = 20.0
 
 
@@ -46,7 +46,7 @@ class VllmOmniEngine:
     """A `RolloutEngine` on vLLM-Omni.
 
     `dtype` is the engine's weight dtype by name; it may take `start_timeout_s` to start. `batching`: samples join and
-    leave the batch at every denoising step, or are drawn a whole batch at a time. `attention_backend`, `compiled` and
+    leave the batch at every denoising step, or are generated in whole batches. `attention_backend`, `compiled` and
     `engine_args` are the keys of `rollout`."""
 
     def __init__(
@@ -85,7 +85,7 @@ class VllmOmniEngine:
         self._serial = 0
 
     async def start(self) -> WeightReport:
-        """Take tens of seconds, most of it imports; the event loop runs on meanwhile."""
+        """Start vLLM-Omni: tens of seconds, most of it imports, without blocking the event loop."""
         for variable, value in _ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
         self._omni = await in_daemon_thread(self._build)
@@ -101,8 +101,8 @@ class VllmOmniEngine:
 
         disable_progress_bar()
         module, _, name = str(self._family.vllm_pipeline).rpartition(".")
-        # The architecture's own functions before and after a request take images, and what goes in and comes out here
-        # is ours. vLLM-Omni looks for replacements by name, in the pipeline's module.
+        # The architecture's own functions before and after a request take images, but requests and results here are
+        # ours. vLLM-Omni looks for replacements by name, in the pipeline's module.
         register_diffusion_model(
             self._family.model_index_class,
             module,
@@ -155,14 +155,14 @@ class VllmOmniEngine:
         self._policy.latent_shape(request.spec)
         omni = self._require_open()
         parameters = OmniDiffusionSamplingParams(
-            # Request batching takes in only requests that agree in this; the worker needs no such agreement.
+            # Request batching combines only requests with equal values here; the worker does not require that.
             num_inference_steps=request.num_inference_steps if self._stepwise else None,
             extra_args={REQUEST_KEY: request},
         )
         self._serial += 1
         output: Any = None
         try:
-            # The prompt itself travels in the request; vLLM-Omni only needs to see one.
+            # The prompt itself is in the request; vLLM-Omni only requires some prompt.
             stream = omni.generate(
                 {"prompt": request.prompt.text},
                 sampling_params_list=[parameters],
@@ -180,8 +180,8 @@ class VllmOmniEngine:
                 f"{self.name}: sample {request.sample_id}:"
                 f" {getattr(output, 'error', None) or 'vLLM-Omni returned no result'}"
             )
-        # The worker makes inference-mode tensors, through which a trainer could not differentiate: copies are ordinary
-        # ones.
+        # The worker makes inference-mode tensors, which a trainer could not differentiate through; copies are ordinary
+        # tensors.
         tensors = {name: value.clone() for name, value in result["tensors"].items()}
         versions = VersionSpans(tuple(result["versions"]))
         return Trajectory(TensorDict(tensors, batch_size=[]), result["media"], versions, result["encoded"])
@@ -210,7 +210,7 @@ class VllmOmniEngine:
     async def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
         """Return the workers' answer to a call.
 
-        vLLM-Omni does not raise for a failed call, it answers with a dictionary that says so."""
+        vLLM-Omni does not raise for a failed call; its answer is a dictionary with the error."""
         try:
             answers = await self._require_open().collective_rpc(method, timeout=self._rpc_timeout_s, args=arguments)
         except Exception as error:

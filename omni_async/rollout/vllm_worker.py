@@ -1,14 +1,14 @@
 """Implements the worker's half of the vLLM-Omni engine, for any family.
 
-Trajectory recording and SDE steps, and the weight swap.
+It records trajectories, takes SDE steps, and swaps weights.
 
 A family's rollout pipeline is `class P(RolloutPipelineMixin, ItsVllmOmniPipeline)` with `warm_up` and `policy_class`.
-vLLM-Omni mixes requests of different prompts and at different steps in one batch; `denoise_step` here
-computes the velocity of the batch with the policy on the native denoisers, takes every sample's transition, and decodes
-those that are done together. Per-request hooks that follow only hand rows on, because a Python call per request and
-step would cost more than a small model's forward.
+vLLM-Omni mixes requests of different prompts and at different steps in one batch. `denoise_step` computes the velocity
+of the batch with the policy on the native denoisers, takes every sample's transition, and decodes samples that finish
+together. Per-request hooks that follow only pass rows on, because a Python call per request and step would cost more
+than a small model's forward.
 
-That is step-wise batching. In request batching vLLM-Omni hands over a batch once, and `forward` takes all its steps.
+This is step-wise batching. In request batching vLLM-Omni passes a batch once, and `forward` takes all its steps.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PROBES = 4
 
 
 def pass_through(od_config: Any) -> Callable[..., Any]:
-    """Return a function for vLLM-Omni that hands on a request, or a result, as it is.
+    """Return a function for vLLM-Omni that returns a request, or a result, unchanged.
 
     A family's rollout module must have it under this name."""
     return lambda value, **_: value
@@ -56,8 +56,8 @@ def pass_through(od_config: Any) -> Callable[..., Any]:
 class RolloutPipelineMixin:
     """Runs `SampleRequest`s step by step with the policy's own velocity on vLLM-Omni's denoisers.
 
-    Latents are float32 whatever the model's dtype; only the transformer's input is cast. They are kept in the sample:
-    vLLM-Omni's batch sees one number a request, and so no shapes and no guidance."""
+    Latents are float32 whatever the model's dtype; only the transformer's input is cast. The sample holds them:
+    vLLM-Omni's batch contains one number per request, and so no shapes and no guidance."""
 
     supports_step_execution = True
     supports_request_batch = True
@@ -78,7 +78,7 @@ class RolloutPipelineMixin:
 
     @property
     def components(self) -> dict[str, torch.nn.Module]:
-        """Return vLLM-Omni's denoisers by component, that is by the attribute that each is kept as."""
+        """Return vLLM-Omni's denoisers by component, which is also the name of their attribute."""
         return {name: getattr(self, name) for name in self.policy.components}
 
     # ---- defined by a family -----------------------------------------------------------------------------------------
@@ -87,13 +87,13 @@ class RolloutPipelineMixin:
     policy_class: Callable[[str], Policy]  # the family's, whose velocity takes vLLM-Omni's denoisers
 
     def make_codec(self) -> Codec:
-        """Make the family's codec of this pipeline's own text encoders and VAE: `policy.codec` of its `parts`."""
+        """Make the family's codec from this pipeline's own text encoders and VAE: `policy.codec` of its `parts`."""
         policy: Any = self.policy
         codec: Codec = policy.codec(**{name: getattr(self, name) for name in policy.parts})
         return codec
 
     def encode_warm_up(self, request: SampleRequest) -> TensorDict:
-        """Return the conditioning of vLLM-Omni's own first request; it has no image, for which a family stands in."""
+        """Return the conditioning of vLLM-Omni's own first request, which has no image; a family may override it."""
         return self.conditioning.of(request)[0]
 
     # ---- vLLM-Omni's step-wise protocol ------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class RolloutPipelineMixin:
         try:
             conditioning, encoded = self.conditioning.of(request) if given else (self.encode_warm_up(request), False)
         except ValueError as error:
-            # The one kind of error that vLLM-Omni hands on as the request's fault and not the engine's.
+            # vLLM-Omni attributes only this kind of error to the request and not to the engine.
             raise OmniClientError(str(error)) from error
         state.extra[_SAMPLE] = InFlight(
             request, sigmas, shape, self.model_device, modalities_of(self.policy, request.spec)
@@ -118,9 +118,9 @@ class RolloutPipelineMixin:
         return state
 
     def denoise_step(self, input_batch: Any, *, states: Any, **kwargs: Any) -> torch.Tensor:
-        """Move every sample one step, those of one spec in one batch.
+        """Move every sample one step, samples of one spec in one batch.
 
-        Returns nothing of use, as the batch holds nothing."""
+        The returned tensor is a placeholder, because the batch contains nothing."""
         self.conditioning.release()
         by_spec: dict[SamplingSpec, list[Any]] = {}
         for state in states:
@@ -143,14 +143,14 @@ class RolloutPipelineMixin:
     def _stack(self, spec: SamplingSpec, states: list[Any]) -> TensorDict:
         """Stack the conditioning of a batch.
 
-        The stack of the spec's last batch where that had the same samples, as most steps have."""
+        Returns the stack of the spec's last batch if that had the same samples, as in most steps."""
         samples = [state.extra[_SAMPLE] for state in states]
         before, stacked = self._stacked.get(spec, ([], None))
         if stacked is None or samples != before:
             stacked = self.policy.stack_conditioning([state.extra[_CONDITIONING] for state in states])
         self._stacked[spec] = samples, stacked
         if any(sample.step == sample.request.num_inference_steps - 1 for sample in samples):
-            del self._stacked[spec]  # the next batch is another one, if there is one
+            del self._stacked[spec]  # the next batch, if any, has other samples
         return stacked
 
     def step_scheduler(self, state: Any, noise_pred: torch.Tensor, **kwargs: Any) -> None:
@@ -168,10 +168,10 @@ class RolloutPipelineMixin:
     # ---- vLLM-Omni's request batching --------------------------------------------------------------------------------
 
     def forward(self, req: Any) -> list[DiffusionOutput]:
-        """Make the samples of a whole `DiffusionRequestBatch`, by the same steps as above.
+        """Generate the samples of a whole `DiffusionRequestBatch`, by the same steps as above.
 
-        Returns one output per request, in order. Requests need not agree in spec or steps; one that cannot be encoded
-        fails alone."""
+        Returns one output per request, in order. Requests need not agree in spec or steps; a request that cannot be
+        encoded fails alone."""
         outputs: dict[str, DiffusionOutput] = {}
         states: list[StepRequestState] = []
         for request in req.requests:
@@ -194,7 +194,7 @@ class RolloutPipelineMixin:
 
     @cached_property
     def upload(self) -> Upload:
-        """Return the way of new weights to the denoisers' device."""
+        """Return the uploader of new weights to the denoisers' device."""
         return Upload(self.model_device)
 
     @property
@@ -231,7 +231,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     vLLM-Omni runs them between two denoising steps, or two batches in request batching, never inside one."""
 
     def swap_weights(self, staged: Staged) -> dict[str, Any]:
-        """Load a version and return the version and digest the pipeline holds now.
+        """Load a version and return the version and digest that the pipeline has now.
 
         ValueError if names or shapes do not fit, before anything is written; RuntimeError if a parameter was left out
         of the load, or still has another value."""
@@ -240,7 +240,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         components: dict[str, torch.nn.Module] = pipeline.components
         wanted: set[str] = set()
         live = dict(named_parameters(components))
-        # Some weights that vLLM-Omni keeps as they are, not fused or sharded.
+        # Some weights that vLLM-Omni keeps unchanged, not fused or sharded.
         probes = dict(staged.some(live, _PROBES))
 
         def named() -> Iterator[tuple[str, torch.Tensor]]:
@@ -265,7 +265,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         return self.held_weights() | {"swap_s": time.perf_counter() - started}
 
     def begin(self, conditioning_bytes: int, offload: bool) -> dict[str, Any]:
-        """Bound the encoded prompts that are kept, and offload the encoders if that is wanted.
+        """Bound the bytes of cached encoded prompts, and offload the encoders if requested.
 
         Returns the kernels that the denoisers use as well as the version."""
         pipeline = self.model_runner.pipeline
@@ -281,6 +281,6 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
 
 def _fused_name(name: str, components: Mapping[str, torch.nn.Module]) -> str:
-    """Return the name of the parameter in which vLLM-Omni keeps a weight, with others."""
+    """Return the name of the fused parameter that contains a weight in vLLM-Omni."""
     mapping: Any = getattr(components[name.partition(".")[0]], "stacked_params_mapping", ())
     return next((name.replace(shard, fused) for fused, shard, _ in mapping if shard in name), name)

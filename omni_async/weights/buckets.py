@@ -1,8 +1,8 @@
 """Packs a policy version into flat byte buckets, and reads it back without a copy.
 
 The layout is a `WeightManifest` (a table of contents, safe to send anywhere) and a list of uint8 arrays. Every tensor
-starts at a multiple of `ALIGNMENT` bytes. Where several ranks hold the rows of a tensor, each has its own rows in its
-own buckets (`omni_async.weights.snapshot` joins them). `omni_async.weights.digest` verifies what arrived.
+starts at a multiple of `ALIGNMENT` bytes. If several ranks hold the rows of a tensor, each has its own rows in its own
+buckets (`omni_async.weights.snapshot` joins them). `omni_async.weights.digest` verifies received buckets.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from omni_async.weights.digest import Bucket, combine, tensor_pieces
 from omni_async.weights.digest import WeightError as WeightError
 
 ALIGNMENT = 64
-# Tensors are copied together for speed: small ones cost more to name than to copy. Merged ones stay in memory until
-# then, so not too many.
+# Tensors are copied together for speed: for small ones a call costs more than its copy. Merged ones stay in memory
+# until then, so the batch is bounded.
 _BATCH_BYTES = 4 * 2**20
 
 
 class BucketSet:
     """Buckets of at most `bucket_bytes` that are filled with version after version.
 
-    A larger tensor gets a bucket of its own. The first `fill` lays them out; later ones copy into the same memory,
-    whose pages are there already. `allocate(nbytes)` makes a bucket's memory. ValueError for `bucket_bytes < 1`."""
+    A larger tensor gets its own bucket. The first `fill` lays them out; later ones copy into the same memory, whose
+    pages are mapped already. `allocate(nbytes)` makes a bucket's memory. ValueError for `bucket_bytes < 1`."""
 
     def __init__(
         self, bucket_bytes: int, allocate: Callable[[int], Bucket] = lambda nbytes: np.empty(nbytes, np.uint8)
@@ -46,7 +46,7 @@ class BucketSet:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Return views of what is filled; the next `fill` overwrites them."""
+        """Return views of the filled memory; the next `fill` overwrites them."""
         return [memory[:used] for memory, used in zip(self._memory, self._used, strict=True)]
 
     @torch.no_grad()
@@ -61,11 +61,11 @@ class BucketSet:
         Args:
             tensors: Names and tensors. Consumed lazily: a generator that makes one at a time never holds the whole
                 model twice.
-            dtype: What the copies are of, if not of the tensors' own.
-            whole: The tensors of which `tensors` are only this rank's rows.
+            dtype: The copies' dtype, if not the tensors' own.
+            whole: The whole tensors, if `tensors` contain only this rank's rows.
 
         Raises:
-            ValueError: A name is repeated, or the tensors are not those of the first `fill`.
+            ValueError: A name is repeated, or the tensors differ from the first `fill`'s.
         """
         first, number, device = not self._targets, 0, None
         targets: list[torch.Tensor] = []
@@ -122,7 +122,7 @@ class BucketSet:
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy all of `sources` into `targets`; both lists are empty then."""
+    """Copy all of `sources` into `targets`, and empty both lists."""
     if targets:
         # From a GPU into pinned memory the copies queue up; elsewhere the flag changes nothing.
         torch._foreach_copy_(targets, sources, non_blocking=True)
@@ -133,8 +133,8 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 def unpack(manifest: WeightManifest, buckets: Sequence[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, CPU tensor) in the manifest's order.
 
-    A tensor of one piece is a view: it keeps its bucket alive and must not be written. One of several is put together
-    when its turn comes.
+    A tensor of one piece is a view: it keeps its bucket alive and must not be written. A tensor of several pieces is
+    concatenated when it is yielded.
 
     Read-only arrays (Ray's object store maps them so) are fine. WeightError if a bucket is missing or too short."""
     for spec, pieces in unpack_pieces(manifest, buckets):
@@ -146,7 +146,7 @@ def unpack_pieces(
 ) -> Iterator[tuple[TensorSpec, list[torch.Tensor]]]:
     """Yield every tensor's spec and its elements, in the manifest's order, as flat CPU tensors of its dtype.
 
-    They are views, at least one of each tensor, and follow each other in it. Errors are those of `unpack`."""
+    The elements are consecutive views, at least one per tensor. Errors are as in `unpack`."""
     writable = [_writable_alias(bucket) for bucket in buckets]
     for spec in manifest.tensors:
         dtype = dtype_of(spec.dtype)
@@ -205,7 +205,7 @@ class _Memory:
 
 
 def _writable_alias(bucket: Bucket) -> Bucket:
-    # torch has no read-only tensors and warns about every array that is; ours are documented as read-only instead.
+    # torch has no read-only tensors and warns about every read-only array; ours are documented as read-only instead.
     # Silencing the warning would change process-wide filters from whichever thread stages weights.
     if bucket.flags.writeable or not bucket.size:
         return bucket

@@ -1,6 +1,6 @@
-"""Computes the digest that proves weights arrived as they were sent. Torch-free, so that emulated roles need no torch.
+"""Computes the digest that proves weights arrived unchanged. Torch-free, so that emulated roles need no torch.
 
-The digest covers names, dtypes, shapes and contents but neither order nor layout: equal weights have equal digests
+The digest covers names, dtypes, shapes and contents but neither order nor layout. Equal weights have equal digests
 whatever bucket size, iteration order or file made them, and an engine can compute it from its own parameters.
 """
 
@@ -20,8 +20,8 @@ from omni_async.types import TensorSpec, WeightManifest
 Bucket = npt.NDArray[np.uint8]
 _Tensor = tuple[str, str, tuple[int, ...], Sequence[Bucket]]
 
-_WORTH_THREADS = 256 * 2**20  # fewer bytes are hashed in less time than matters
-_MOST_THREADS = 8  # more than these wait for memory
+_WORTH_THREADS = 256 * 2**20  # fewer bytes are hashed in a negligible time
+_MOST_THREADS = 8  # more threads only wait for memory
 
 _DTYPES_OF_BYTES = {
     1: "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu",
@@ -38,12 +38,12 @@ class WeightError(RuntimeError):
 
 
 def digest(specs: Iterable[TensorSpec], buckets: Sequence[Bucket], version: int | None = None) -> str:
-    """Compute the digest of tensors that lie in buckets.
+    """Compute the digest of tensors in buckets.
 
     Args:
         specs: the tensors, in any order.
         buckets: their bytes.
-        version: the weights' version, for the error; None: they have none.
+        version: the weights' version, for the error; None without a version.
 
     Raises:
         WeightError: as `tensor_pieces`."""
@@ -53,7 +53,7 @@ def digest(specs: Iterable[TensorSpec], buckets: Sequence[Bucket], version: int 
 
 
 def verify(manifest: WeightManifest, buckets: Sequence[Bucket]) -> None:
-    """Raise WeightError, with both digests, unless `buckets` hold exactly what `manifest` promises."""
+    """Raise WeightError, with both digests, unless the digest of `buckets` is `manifest`'s."""
     actual = digest(manifest.tensors, buckets, manifest.version)
     if actual != manifest.digest:
         raise WeightError(f"weights of version {manifest.version}: expected digest {manifest.digest}, got {actual}")
@@ -63,8 +63,8 @@ def combine(tensors: Iterable[_Tensor], threads: int = 1) -> str:
     """Compute xxh3-128, in hexadecimal, of (name, dtype, shape, bytes however they are cut) in any order.
 
     With one thread, `tensors` is consumed one at a time; with more, all of them are held."""
-    # Each tensor is hashed on its own and the small hashes are combined in name order: that makes the result
-    # independent of order, and of threads.
+    # Each tensor is hashed separately and the small hashes are combined in name order. So the result is independent of
+    # order, and of threads.
     if threads == 1:
         parts = dict(map(_hashed, tensors))
     else:
@@ -112,8 +112,8 @@ def tensor_pieces(spec: TensorSpec, buckets: Sequence[Bucket], version: int | No
 
     Args:
         spec: the tensor.
-        buckets: those that its pieces count.
-        version: the weights' version, for the error; None: they have none.
+        buckets: all buckets, which the tensor's pieces index.
+        version: the weights' version, for the error; None without a version.
 
     Raises:
         WeightError: the dtype is unknown, the pieces do not add up to the shape, or they are not in the buckets."""

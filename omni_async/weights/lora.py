@@ -1,6 +1,6 @@
 """Maps the names of LoRA payloads, and merges adapters into full weights.
 
-Two naming schemes meet here, both behind the component's name (`transformer.`):
+Two naming schemes meet here, both after the component's name (`transformer.`):
   injected    as peft leaves them in the module tree: `blocks.0.attn.to_q.base_layer.weight`,
               `blocks.0.attn.to_q.lora_A.default.weight`
   diffusers   as in files and in our payloads: `blocks.0.attn.to_q.weight`, `blocks.0.attn.to_q.lora_A.weight`
@@ -27,7 +27,7 @@ def is_injected_adapter(name: str) -> bool:
 def diffusers_name(name: str) -> str:
     """Map `...to_q.base_layer.weight` -> `...to_q.weight`; `...lora_A.default.weight` -> `...lora_A.weight`.
 
-    Others stay."""
+    Other names are unchanged."""
     match = _INJECTED.match(name)
     return f"{match['module']}.{match['matrix']}.weight" if match else name.replace(".base_layer.", ".")
 
@@ -40,20 +40,20 @@ def merged_weights(
     load_adapter: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
     rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda product, stored: product,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield `base` in its order with `scale * B @ A` added where there is an adapter.
+    """Yield `base` in its order, with `scale * B @ A` added to weights with an adapter.
 
-    The sum is made in float32 and keeps base's dtype.
+    The sum is computed in float32 and keeps base's dtype.
 
-    The product is always made whole, so that every rank's rows are to the bit those of one rank.
+    The product is always computed whole, so that every rank's rows equal a single rank's bit by bit.
 
     Args:
         base: Stored weights, by diffusers names.
         adapters: Stored matrices A and B, by diffusers names.
         scale: Factor of the product.
-        load: Returns of a stored weight what is yielded: all of it or, of one that ranks share, some rows. Called in
-            base's order; after a weight, `load_adapter` is for its A and B.
+        load: Returns the part of a stored weight to yield: all of it, or some rows of a weight that ranks share. Called
+            in base's order; after a weight, `load_adapter` is called for its A and B.
         load_adapter: Returns the whole of a stored matrix.
-        rows: Returns of a whole product the rows that `load` returned of a stored weight.
+        rows: Selects from a whole product the rows that `load` returned of the stored weight.
 
     Raises:
         ValueError: An adapter fits no base weight, or lacks its other half.

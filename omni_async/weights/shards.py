@@ -1,7 +1,7 @@
 """Finds a rank's own rows of parameters that FSDP2 spreads over ranks.
 
-In the order of the ranks they are the whole tensor. What no mesh spreads, every rank holds; then rank 0 has all of its
-rows, and the others none."""
+In the order of the ranks, the rows are the whole tensor. Every rank has a whole copy of an unspread tensor; then rank 0
+counts as the owner of all its rows, and the others own none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def own_rows(tensor: Tensor, rank: int) -> Tensor:
-    """Return the rows that `rank`, this process, holds, in their memory. ValueError if it holds no rows."""
+    """Return the rows that `rank`, this process, owns, in their memory. ValueError if it is not spread by rows."""
     held = tensor.detach()
     if isinstance(held, DTensor):
         local: Tensor = held.to_local()
@@ -28,7 +28,7 @@ def own_rows(tensor: Tensor, rank: int) -> Tensor:
 
 
 def rows_like(made: Tensor, stored: Tensor, rank: int) -> Tensor:
-    """Return those rows of a whole tensor that `own_rows` returns of a stored one.
+    """Return the rows of a whole tensor that `own_rows` returns of a stored one.
 
     Args:
         made: the whole tensor, of the shape of all of `stored`.
@@ -41,7 +41,7 @@ def rows_like(made: Tensor, stored: Tensor, rank: int) -> Tensor:
 
 
 def own_slices(tensor: DTensor) -> tuple[slice, ...]:
-    """Return where in the whole tensor this rank's part of it lies."""
+    """Return the position of this rank's part in the whole tensor."""
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(at, at + n) for at, n in zip(offsets, shape, strict=True))
 

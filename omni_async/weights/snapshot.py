@@ -1,10 +1,10 @@
 """Describes one version of the policy on its way from the trainer ranks to the publisher.
 
-The ranks copied it out; the publisher sends it to the engines.
+The ranks copy it out; the publisher sends it to the engines.
 
 Every rank of the first copy of the weights copies its own rows. Rank 0's are in the publisher's process; the others put
-theirs into the run's store, where the publisher finds them when the version leaves. A tensor of the whole version then
-has a piece for every rank, in the order of its rows.
+theirs into the run's store, and the publisher reads them from there when it sends the version. A tensor of the whole
+version then has a piece for every rank, in the order of its rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from omni_async.weights.digest import Bucket, WeightError, digest, item_bytes
 class SharedRows:
     """The rows of one rank, in the run's store.
 
-    `tensors` have the shapes of the whole tensors and the pieces of its own buckets, whose references these are."""
+    `tensors` have the shapes of the whole tensors and the pieces in the rank's own buckets; `references` are of these
+    buckets."""
 
     tensors: tuple[TensorSpec, ...]
     references: list[Any]
@@ -46,12 +47,12 @@ async def _none() -> Fetched:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A version complete but for its digest, and for the rows of `others`, the ranks after this one in their order.
+    """A version that lacks only its digest and the rows of `others`, the ranks after this one in their order.
 
     The trainer does not wait for the digest's computation.
 
     `release` is called when `buckets` are no longer read; their memory may be overwritten from then on. `references`:
-    the buckets' in the run's store, None for one that is not there; empty if none is."""
+    the buckets' in the run's store, None for a bucket that is not there; empty if no bucket is there."""
 
     version: int
     payload: Literal["full", "lora"]
@@ -92,7 +93,7 @@ async def fetch(store: ObjectStore, shared: Sequence[Awaitable[SharedRows]]) -> 
 
 
 def _join(snapshot: Snapshot, rows: SharedRows, buckets: list[Bucket], rank: int) -> Snapshot:
-    """Add the rows of one more rank, which follow those that `snapshot` has."""
+    """Add the rows of one more rank, which follow the rows in `snapshot`."""
     first = len(snapshot.buckets)
     have = [(spec.name, spec.dtype, spec.shape) for spec in snapshot.tensors]
     if have != [(spec.name, spec.dtype, spec.shape) for spec in rows.tensors]:

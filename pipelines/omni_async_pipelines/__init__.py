@@ -1,4 +1,4 @@
-"""Contains the model families, one package for each: what the engine runs, and what trains its denoisers."""
+"""Contains the model families, one package for each: rollout pipelines, and the policies for training denoisers."""
 
-# First of all: it makes torchvision importable beside a CPU build of torch.
+# First, because it makes torchvision importable alongside a CPU build of torch.
 import omni_async  # noqa: F401

@@ -1,4 +1,4 @@
-"""Holds what the policies and codecs of all families have in common, and loads the parts of a diffusers checkpoint.
+"""Contains the code shared by all families' policies and codecs, and loads the parts of a diffusers checkpoint.
 
 diffusers and transformers, which take seconds to import, are imported when a model is loaded.
 """
@@ -28,7 +28,7 @@ def load_part(cls: Any, path: str, folder: str, dtype: torch.dtype) -> Any:
         cls: the model's class.
         path: the checkpoint's folder.
         folder: the part's, in the checkpoint's.
-        dtype: that of the weights."""
+        dtype: of the weights."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # a run logs one line per update, and a bar per model part would come between
@@ -39,20 +39,20 @@ def load_part(cls: Any, path: str, folder: str, dtype: torch.dtype) -> Any:
 def empty_part(cls: Any, path: str, folder: str, dtype: torch.dtype) -> Any:
     """Build a diffusers model as `load_part` returns it, with parameters on the meta device.
 
-    What else it computes when it is built (rotary tables) has its values.
+    Other tensors computed at construction (rotary tables) have their values.
 
     Args:
         cls, path, folder, dtype: as `load_part` takes them; only the configuration is read."""
     from accelerate import init_empty_weights
 
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # as when diffusers loads it: tables are computed in it, too
+    torch.set_default_dtype(dtype)  # as when diffusers loads it: tables are also computed in it
     try:
         with init_empty_weights():
             part = cls.from_config(cls.load_config(path, subfolder=folder, local_files_only=True))
     finally:
         torch.set_default_dtype(before)
-    # Without diffusers' own `to`, which would speak of parts to be kept in float32.
+    # Not diffusers' own `to`, which would log a message about parts to keep in float32.
     return nn.Module.to(part, dtype).eval()
 
 
@@ -78,7 +78,7 @@ _PIXELS_AT_ONCE = 1024 * 1024
 
 
 def latent_grid(spec: Any, pixels: int) -> tuple[int, int]:
-    """Return how many squares of so many pixels a column and a row of the media have. ValueError if not a whole one."""
+    """Return how many squares of `pixels` fit in a column and a row of the media. ValueError on a remainder."""
     if spec.height % pixels or spec.width % pixels or spec.height <= 0 or spec.width <= 0:
         raise ValueError(f"height and width must be positive multiples of {pixels}, got {spec.height} x {spec.width}")
     return spec.height // pixels, spec.width // pixels
@@ -128,15 +128,15 @@ class DiffusersPolicy(ABC):
     """A base class for every `Policy` whose parts are models of diffusers and transformers.
 
     A sample's conditioning has each tensor of `text_rules` as `prompt_<name>` and, if it is guided, also as
-    `negative_prompt_<name>`; those of `shared_rules`, which both branches read, it has once, as `<name>`.
+    `negative_prompt_<name>`. It has each tensor of `shared_rules` once, as `<name>`, for both branches.
 
-    denoiser: name of the denoisers' class in diffusers.
-    parts: the other parts as `module.Class`, by folder, which is also their argument of `codec`.
-    float32_parts: the parts that vLLM-Omni loads in float32, whatever the engine's dtype.
-    codec: class of the family's codec.
-    text_rules: how the tensors of a text are stacked (`omni_async.diffusion.components.stack_rows`).
-    shared_rules: how those are that do not depend on the text, such as an image's.
-    guidance: key of the spec that has the scale of classifier-free guidance."""
+    - denoiser: name of the denoisers' class in diffusers.
+    - parts: the other parts as `module.Class`, by folder, which is also their argument of `codec`.
+    - float32_parts: the parts that vLLM-Omni loads in float32, whatever the engine's dtype.
+    - codec: class of the family's codec.
+    - text_rules: how the tensors of a text are stacked (`omni_async.diffusion.components.stack_rows`).
+    - shared_rules: the same for tensors that do not depend on the text, such as an image's.
+    - guidance: the spec's key for the scale of classifier-free guidance."""
 
     denoiser: str
     parts: ClassVar[Mapping[str, str]]
@@ -159,21 +159,21 @@ class DiffusersPolicy(ABC):
 
     @abstractmethod
     def inputs(self, latents: Tensor, sigma: Tensor, text: dict[str, Any], spec: Any) -> dict[str, Any]:
-        """Return what the denoiser takes besides `hidden_states`, which are the latents unless they are returned, too.
+        """Return the denoiser's inputs apart from `hidden_states`, which default to the latents.
 
         Args:
             latents: (B, *shape) in the denoiser's dtype.
             sigma: (B,) float32.
-            text: the tensors of `text_rules` and `shared_rules`, (B, ...), and lists of B where they are jagged; floats
-                in the denoiser's dtype.
+            text: the tensors of `text_rules` and `shared_rules`, (B, ...), and lists of B for jagged ones; floats in
+                the denoiser's dtype.
             spec: the samples'."""
 
     @abstractmethod
     def blank_text(self, spec: Any) -> dict[str, Tensor]:
-        """Return the tensors of `text_rules` of a short text, with nothing in them."""
+        """Return the tensors of `text_rules` of a short text, without content."""
 
     def blank_shared(self, spec: Any) -> dict[str, Tensor]:
-        """Return the tensors of `shared_rules`, with nothing in them."""
+        """Return the tensors of `shared_rules`, without content."""
         return {}
 
     def long_shared(self, spec: Any) -> dict[str, Tensor]:
@@ -181,7 +181,7 @@ class DiffusersPolicy(ABC):
         return self.blank_shared(spec)
 
     def scale(self, spec: Any, component: str) -> float:
-        """Return the scale of the guidance as `combine` takes it; 1 where there is none."""
+        """Return the scale of the guidance as `combine` takes it; 1 without guidance."""
         scale: float = getattr(spec, self.guidance)
         return scale
 
@@ -190,18 +190,18 @@ class DiffusersPolicy(ABC):
 
         Args:
             cond, uncond: predictions with the prompt and with the negative one, float32 (B, *shape).
-            scale: that of the guidance, > 1.
+            scale: of the guidance, > 1.
             spec: the samples'."""
         return uncond + scale * (cond - uncond)
 
     def call(self, denoiser: nn.Module, **inputs: Any) -> Any:
-        """Run the denoiser; where an engine's own takes other arguments than diffusers', a subclass adds them."""
+        """Run the denoiser. If an engine's own denoiser takes other arguments than diffusers', a subclass adds them."""
         return denoiser(**inputs)
 
     # ---- the contract ------------------------------------------------------------------------------------------------
 
     def load_components(self, dtype: torch.dtype) -> dict[str, nn.Module]:
-        # diffusers would keep some norms in float32, which vLLM-Omni does not and FSDP2 cannot shard.
+        # diffusers would keep some norms in float32, but vLLM-Omni does not and FSDP2 cannot shard them.
         return {name: nn.Module.to(load_part(self._class, self.path, name, dtype), dtype) for name in self.components}
 
     def build_components(self, dtype: torch.dtype) -> dict[str, nn.Module]:
@@ -225,7 +225,7 @@ class DiffusersPolicy(ABC):
         unconditional_gradient: bool = True,
     ) -> Tensor:
         """Compute the velocity; ValueError if there is guidance and the conditioning has no negative prompt."""
-        # Where there is one component its name must not cost a look at the device's memory.
+        # With a single component, skip `component_of`: reading sigma would wait for the device.
         component = self.components[0] if len(self.components) == 1 else self.component_of(sigma[0].item())
         denoiser = components[component]
         latents = latents.to(next(denoiser.parameters()).dtype)
@@ -293,13 +293,14 @@ class DiffusersPolicy(ABC):
 
 
 class DiffusersCodec(ABC):
-    """What is the same of every `omni_async.diffusion.policy.Codec` around a VAE and text encoders.
+    """The code shared by every `omni_async.diffusion.policy.Codec` around a VAE and text encoders.
 
-    The parts may be diffusers' or vLLM-Omni's: they have the same interface. Those that are models move to a device.
+    The parts may be diffusers' or vLLM-Omni's: they have the same interface. Parts that are models move to a device.
 
-    text_settings: the spec's keys that `encode_text` reads, or that are encoded; a codec that also reads others, such
-        as the size for an image that it encodes, overrides `conditioning_key`.
-    decoders: the models besides the VAE that `decode` needs; all others are `encoders`, of which it needs none."""
+    - text_settings: the spec's keys that `encode_text` reads, or that are encoded. A codec that also reads others, such
+      as the size for an image that it encodes, overrides `conditioning_key`.
+    - decoders: the models that `decode` needs in addition to the VAE; all others are `encoders`, which it does not
+      need."""
 
     text_settings: ClassVar[tuple[str, ...]] = ("negative_prompt", "max_sequence_length")
     decoders: ClassVar[tuple[str, ...]] = ()
@@ -327,14 +328,14 @@ class DiffusersCodec(ABC):
 
     @abstractmethod
     def encode_text(self, text: str, spec: Any) -> dict[str, Tensor]:
-        """Return one text's tensors of the policy's `text_rules`. ValueError for one that the model cannot take."""
+        """Return one text's tensors of the policy's `text_rules`. ValueError if the model cannot take the text."""
 
     def encode_shared(self, prompt: Prompt, spec: Any) -> dict[str, Tensor]:
-        """Return a prompt's tensors of the policy's `shared_rules`. ValueError for one that the model cannot take."""
+        """Return a prompt's tensors of the policy's `shared_rules`. ValueError if the model cannot take the prompt."""
         return {}
 
     def most_at_once(self, spec: Any) -> int:
-        """Return how many samples pass the VAE together: those of 1024 x 1024 pixels, frames included, or one."""
+        """Return how many samples pass the VAE together: at most 1024 x 1024 pixels, frames included, or one sample."""
         [pixels] = [math.prod(part.shape) // 3 for part in spec.media() if part.part in ("image", "video")]
         return max(1, _PIXELS_AT_ONCE // pixels)
 
@@ -376,7 +377,7 @@ class ImageCodec(DiffusersCodec):
 def make_conditioning(
     guided: bool, tensors_of: Callable[[str], dict[str, Tensor]], shared: dict[str, Tensor]
 ) -> TensorDict:
-    """Make a sample's conditioning of what is shared, of its prompt and, if it is guided, of its negative prompt."""
+    """Make a sample's conditioning from the shared tensors, its prompt and, if it is guided, its negative prompt."""
     branches = ("prompt", "negative_prompt") if guided else ("prompt",)
     named = {f"{branch}_{name}": t for branch in branches for name, t in tensors_of(branch).items()}
     return TensorDict(named | shared, batch_size=[])

@@ -1,7 +1,8 @@
-"""A rollout program: draw, have a scorer judge what was drawn, edit it, and again for every further call.
+"""Implements a rollout program: generate an image, let a scorer judge it, edit it, and repeat for every further call.
 
-The first call gets the prompt as it is, every other one a text made of the verdict, and the image that was judged. So
-one model learns to draw and to correct itself; its family's prompts carry an image (Qwen-Image-Edit). Imports no torch.
+The first call gets the prompt unchanged; every other call gets a text built from the verdict, and the judged image. So
+one model learns to generate and to correct itself; its family's prompts carry an image (Qwen-Image-Edit). Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -80,19 +81,19 @@ def _prompt_check(config: Config) -> PromptCheck | None:
 
 
 class Refine:
-    """The program: `calls` calls, with `judge` before every one but the first.
+    """The program: `calls` calls, with `judge` before every call except the first.
 
-    The judge, which is called `label`, runs beside the event loop, once for all samples that wait for it."""
+    The judge is named `label`. It does not block the event loop, and scores all waiting samples in one call."""
 
     def __init__(self, calls: int, edit: str, label: str, judge: Discreet, reward: Reward | None = None) -> None:
-        """Remember what to do.
+        """Store the settings.
 
         Args:
             calls: of a sample.
             edit: the text of an edit.
             label: the judge's name in errors.
-            judge: asked before every edit.
-            reward: its time-out and pauses hold for the trial of the judge."""
+            judge: called before every edit.
+            reward: its time-out and pauses apply to the trial of the judge."""
         self._calls, self._edit, self._label, self._judge = calls, edit, label, judge
         self._reward = reward or Reward()
         self.untried: str | None = None
@@ -101,7 +102,7 @@ class Refine:
     async def try_out(self, probe: Probe) -> str | None:
         """Return why the judge is wrong, if it fails twice in the same way for a synthetic sample.
 
-        `untried` is why it could not be tried, if it is down or hangs."""
+        `untried`: why it could not be tried, if it is down or hangs."""
 
         async def silent(text: str) -> None:
             """Report nothing: a judge that is down is reported with the samples that it fails."""
@@ -116,7 +117,7 @@ class Refine:
         return None if wrong is None else f"rollout.program.settings.judge: {wrong}"
 
     async def close(self) -> None:
-        """Let the judge free what it holds, such as connections."""
+        """Let the judge free its resources, such as connections."""
         await self._judge.close(in_daemon_thread)
 
     async def __call__(self, prompt: Prompt, draw: Draw) -> None:
@@ -134,7 +135,7 @@ class Refine:
         )
 
     async def _judge_all(self, drawn: list[tuple[Media, Prompt]]) -> Sequence[Score | Exception]:
-        """Judge samples together and, if that fails, each alone, so that one which cannot be judged fails alone."""
+        """Judge samples together and, if that fails, each alone, so that a sample that cannot be judged fails alone."""
         try:
             shown = shown_to(self._label, self._judge, [one for one, _ in drawn])
             prompts = [prompt for _, prompt in drawn]

@@ -1,4 +1,4 @@
-"""Holds what the sampling keys of several families have in common, and reads their configuration files; no torch."""
+"""Contains the sampling code shared by several families, and reads their configuration files; no torch."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ class ImageSampling(SamplingSpec, frozen=True, kw_only=True):
 
 
 def clip_texts(text: str, *folders: str) -> tuple[EncodedText, ...]:
-    """Return a text as CLIP's encoders, whose tokenizers are in these folders, are given it."""
+    """Return a text as input of CLIP's encoders, whose tokenizers are in these folders."""
     return tuple(EncodedText(tokenizer=folder, cls="CLIPTokenizer", text=text, most=None) for folder in folders)
 
 
 def require_frames(num_frames: int, temporal: int) -> None:
-    """Raise ValueError for a number of frames of which a causal video VAE makes no whole number of latents.
+    """Raise ValueError for a number of frames that a causal video VAE cannot encode to a whole number of latents.
 
     Args:
-        num_frames: those of a video.
-        temporal: how many become one latent frame, after the first, which is one by itself."""
+        num_frames: of a video.
+        temporal: how many become one latent frame, after the first, which becomes one alone."""
     if num_frames % temporal != 1:
         below = (num_frames - 1) // temporal * temporal + 1
         raise ValueError(f"num_frames must be {temporal}k + 1, got {num_frames}; take {below} or {below + temporal}")
 
 
 def other_layout(checkpoint: Path, layout: Iterable[tuple[str, str, Any]]) -> str | None:
-    """Return in words what a checkpoint's configuration has otherwise than its family's; None if nothing.
+    """Return the first difference of a checkpoint's configuration from its family's, in words; None without one.
 
     Args:
         checkpoint: its folder.
-        layout: what its parts must say, as folder, key and value; a key that is not there is fine."""
+        layout: the expected configuration, as folder, key and value; a missing key is fine."""
     for part, key, expected in layout:
         found = read_config(checkpoint, part).get(key)
         if found is not None and found != expected:

@@ -1,6 +1,6 @@
 """Decodes and encodes one frame with the video VAE of the Qwen-Image families at the price of an image VAE.
 
-The VAE's convolutions are causal in time: before the first frame they see zeros. For a single frame that is a 2-D
+The VAE's convolutions are causal in time: before the first frame they see zeros. For a single frame this is a 2-D
 convolution with the kernel's last time slice, a third of the arithmetic, and the frame caches are never read. With the
 channel norm written as reductions over whole planes, a batch of 64 x 64 images decodes five times as fast on a CPU;
 results differ by rounding (3e-6 of [-1, 1]).

@@ -1,6 +1,6 @@
-"""Holds what the families' builders of tiny checkpoints have in common.
+"""Contains the code shared by the families' builders of tiny checkpoints.
 
-Tokenizers of a few hundred tokens, trained on a handful of prompts and so without a hub; writing a checkpoint; and the
+It trains tokenizers of a few hundred tokens on a handful of prompts, without a hub, writes checkpoints, and parses the
 command line."""
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _T5_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:
 
 _QWEN_NAMES = ("im_start", "im_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")
 _QWEN_SPECIAL_TOKENS = (QWEN_PADDING, *(f"<|{name}|>" for name in _QWEN_NAMES))
-# Qwen2Tokenizer splits by this pattern after every load; merges learnt under another one could never apply.
+# Qwen2Tokenizer splits by this pattern after every load; merges learnt with another one could never apply.
 _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
 def fill_zeros(model: Any) -> None:
-    """Draw the parameters that begin at zero, with which a model would ignore its input. From torch's generator."""
+    """Draw parameters that are all zero from torch's generator, because with them a model would ignore its input."""
     for parameter in model.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.05)
@@ -43,10 +43,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, split: Any, **suffix: str) 
     """Train a byte-level BPE.
 
     Args:
-        texts: what it is trained on.
+        texts: the training texts.
         vocab_size: the most tokens that it may have.
-        split: the pre-tokenizer that makes words of a text.
-        suffix: `end_of_word_suffix`, where words end in one.
+        split: the pre-tokenizer that splits a text into words.
+        suffix: `end_of_word_suffix`, if words end in one.
 
     Returns:
         The vocabulary, tokens to ids, and the merges, pairs of tokens."""
@@ -60,7 +60,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, split: Any, **suffix: str) 
         initial_alphabet=byte_level.alphabet(),
         **suffix,
     )
-    bpe.train_from_iterator([*texts] * 2, trainer)  # twice: every word is frequent enough to be merged
+    bpe.train_from_iterator([*texts] * 2, trainer)  # twice, so that every word is frequent enough to be merged
     trained = _trained_model(bpe)
     return trained["vocab"], [tuple(merge) for merge in trained["merges"]]
 
@@ -68,7 +68,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, split: Any, **suffix: str) 
 def clip_tokenizer() -> CLIPTokenizer:
     """Train a byte-level BPE tokenizer with CLIP's word suffix.
 
-    Its last two tokens begin and end a text, as in the published ones, where pooling looks for the largest id."""
+    Its last two tokens begin and end a text, as in the published tokenizers, because pooling looks for the largest
+    id."""
     vocab, merges = train_bpe(CORPUS, 700, pre_tokenizers.WhitespaceSplit(), end_of_word_suffix="</w>")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     for token in (*(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"):
@@ -79,7 +80,7 @@ def clip_tokenizer() -> CLIPTokenizer:
 def qwen2_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
     """Train a byte-level BPE tokenizer of Qwen's, which has at most `vocab_size` tokens.
 
-    Its special tokens do not belong to the texts: they separate words there."""
+    In the training texts its special tokens only separate words."""
     plain = list(texts)
     for special in _QWEN_SPECIAL_TOKENS:
         plain = [text.replace(special, "\n") for text in plain]
@@ -97,7 +98,7 @@ def qwen2_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
 
 
 def t5_tokenizer(texts: Iterable[str] = CORPUS) -> T5Tokenizer:
-    """Train a Unigram tokenizer on the texts, which serves T5 and UMT5."""
+    """Train a Unigram tokenizer on the texts, for T5 and UMT5."""
     unigram = Tokenizer(models.Unigram())
     unigram.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.UnigramTrainer(
@@ -113,7 +114,7 @@ def t5_tokenizer(texts: Iterable[str] = CORPUS) -> T5Tokenizer:
 
 
 def gemma_tokenizer() -> GemmaTokenizer:
-    """Train a BPE over characters, with bytes for those that it has not seen."""
+    """Train a BPE over characters, with bytes for unseen characters."""
     bpe = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     bpe.normalizer = normalizers.Replace(" ", "▁")
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -175,8 +176,8 @@ def build(make: Callable[..., Any], path: str | Path, *, dtype: torch.dtype = to
     Args:
         make: builds the pipeline, in float32.
         path: the folder to write.
-        dtype: that of the weights written.
-        shape: what `make` takes."""
+        dtype: of the weights written.
+        shape: the arguments of `make`."""
     pipeline = make(**shape)
     if dtype != torch.float32:
         pipeline.to(dtype)
@@ -188,7 +189,7 @@ def main(build: Callable[..., Path], model: str, **flags: str) -> None:
     """Run the command line of a builder.
 
     Args:
-        build: builds the checkpoint, of a folder, a seed and the flags.
+        build: builds the checkpoint, given a folder, a seed and the flags.
         model: its name in the help.
         flags: further switches, each with its help."""
     parser = argparse.ArgumentParser(description=f"Write a tiny random {model} checkpoint (diffusers layout).")

@@ -1,1 +1,1 @@
-"""Implements the scorers that are built in, a file for each, and what several of them share."""
+"""Implements the built-in scorers, a file for each, and their shared code."""

@@ -1,6 +1,6 @@
-"""Tells scorers where the servers of a recipe are: those that the run starts, and those that are there already.
+"""Provides scorers with the addresses of a recipe's servers, both existing servers and servers that the run starts.
 
-Waits for a worker of the run to be ready, but not where there are others to ask.
+Waits until a worker of the run is ready, unless other servers are available.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from omni_async.config.redact import resolve_references
 from omni_async.config.stages import Reward, Server
 from omni_async.rewards.base import Addresses, ScoreError
 
-# How long the workers of the run are waited for where other servers can be asked.
+# How long to wait for the workers of the run if other servers are available.
 _PATIENCE_S = 1.0
 
 
 def urls_of(server: Server) -> dict[str, str]:
-    """Return the addresses that the recipe gives for a server, by name, each with its token. ValueError."""
+    """Return the addresses that the recipe gives for a server, by name, each with its token. Raises ValueError."""
     token = None
     if server.access is not None:
         where = f"reward.servers: access of {server.name!r}"
@@ -32,7 +32,7 @@ def urls_of(server: Server) -> dict[str, str]:
 
 
 class KnownAddresses:
-    """The addresses of a recipe's servers. `of_run` asks the run for those that it has started; None: there is none."""
+    """The addresses of a recipe's servers. `of_run` returns the addresses of servers that the run started, if any."""
 
     def __init__(self, reward: Reward, of_run: Addresses | None) -> None:
         self._servers = {server.name: server for server in reward.servers}
@@ -40,7 +40,7 @@ class KnownAddresses:
         self._asked: dict[str, asyncio.Future[dict[str, str]]] = {}
 
     async def __call__(self, role: str) -> dict[str, str]:
-        """Return the addresses of a role's workers, by name. ScoreError for one that only a run would start."""
+        """Return the addresses of a role's workers, by name. ScoreError without a run if only a run starts the role."""
         server = self._servers.get(role)
         given = {} if server is None else urls_of(server)
         if self._of_run is None:
@@ -56,7 +56,7 @@ class KnownAddresses:
         return given | asked.result() if done else given
 
     def _asking(self, role: str, of_run: Addresses) -> asyncio.Future[dict[str, str]]:
-        """Return the question that the run has not answered yet, which all who ask share, or a new one."""
+        """Return the pending request to the run, which all callers share, or a new one."""
         asked = self._asked.get(role)
         if asked is None:
             asked = self._asked[role] = asyncio.ensure_future(of_run(role))
@@ -66,4 +66,4 @@ class KnownAddresses:
     def _answered(self, role: str, asked: asyncio.Future[dict[str, str]]) -> None:
         del self._asked[role]
         if not asked.cancelled():
-            asked.exception()  # those who waited have raised it; nobody may have
+            asked.exception()  # mark the error as retrieved: callers that waited have raised it, but there may be none

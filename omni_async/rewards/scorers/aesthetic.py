@@ -1,12 +1,12 @@
 """Scores how much an image is liked, whatever its prompt: LAION's aesthetic predictors on CLIP's image embeddings.
 
-A predictor is a linear layer, or several without anything between them that matters after training (the "improved"
-predictor of C. Schuhmann, sac+logos+ava1-l14-linearMSE); either way
+A predictor is a linear layer, or several without a nonlinearity between them (the "improved" predictor of C. Schuhmann,
+sac+logos+ava1-l14-linearMSE; its dropout matters only in training). Either way
 
     value = W_n ( ... (W_1 e + b_1) ... ) + b_n,    e the embedding, divided by its norm
 
-on about the scale of the ratings it was trained on, 1 to 10. It only means something on the embeddings that it was
-trained on: those of OpenAI's ViT-L/14 for the published ones.
+on about the scale of the ratings it was trained on, 1 to 10. It is meaningful only for the embeddings that it was
+trained on; the published predictors were trained on embeddings of OpenAI's ViT-L/14.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _LAYER = re.compile(r"(?:.*?(\d+)\.)?(weight|bias)")
 
 
 class AestheticScorer:
-    """A scorer of images; of a video the mean over `frames` frames.
+    """A scorer of images; for a video, the mean over `frames` frames.
 
     `path`: a CLIP checkpoint in transformers' layout. `head`: the predictor's file (.pth, .pt or .safetensors). The
-    others are as in `PromptAlignmentScorer`."""
+    other parameters are as in `PromptAlignmentScorer`."""
 
     name = "aesthetic"
     accepts = ("image", "video")
@@ -80,12 +80,12 @@ def read_head(
 
     Args:
         tensors: the weights and biases, with the layers' numbers in their names.
-        where: the parameter and the file that they are from, for errors.
-        width: how many numbers come in.
-        out: how many come out.
+        where: the parameter and the file of the tensors, for errors.
+        width: the number of inputs.
+        out: the number of outputs.
 
     Raises:
-        ValueError: there is anything else, or the layers do not lead from `width` numbers to `out`."""
+        ValueError: there are other tensors, or the layers do not lead from `width` numbers to `out`."""
     found: dict[int, dict[str, NDArray[np.float64]]] = {}
     for name, tensor in tensors.items():
         match = _LAYER.fullmatch(name)
@@ -103,7 +103,7 @@ def read_head(
 
 
 def read_tensors(file: str) -> dict[str, Any]:
-    """Read the tensors of a file of weights (.pth, .pt or .safetensors), by name. OSError if it is no plain file."""
+    """Read the tensors of a file of weights (.pth, .pt or .safetensors), by name. OSError if it is not a plain file."""
     require_file(file)
     if file.endswith(".safetensors"):
         from safetensors.torch import load_file

@@ -1,8 +1,8 @@
 """Scores how well sound fits its prompt, by a CLAP checkpoint of transformers (Wu et al. 2023, arXiv:2211.06687).
 
-Sound is averaged over its channels and resampled to the rate of the checkpoint. What is longer than the checkpoint
-takes (10 s) is scored in as few windows as cover it, evenly spaced, and the value is their mean: its own feature
-extractor would cut at random, and give the same sound another score every time.
+Sound is averaged over its channels and resampled to the rate of the checkpoint. Sound longer than the checkpoint takes
+(10 s) is scored in as few windows as cover it, evenly spaced, and the value is their mean. The checkpoint's own feature
+extractor would cut at random, and the same sound would get another score every time.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class ClapScorer:
 
     Args:
         path: a CLAP checkpoint in transformers' layout.
-        processor: where tokenizer and feature extractor are, if not there.
-        dtype: the precision that the model runs in.
-        batch: windows of sound, and texts, that the model is given at once.
-        device: the reward worker's, given by the run."""
+        processor: the folder of tokenizer and feature extractor, if they are not in `path`.
+        dtype: the precision of the model.
+        batch: windows of sound, and texts, per forward pass of the model.
+        device: the reward worker's, passed by the run."""
 
     name = "clap"
     accepts = ("audio",)
@@ -70,7 +70,7 @@ class ClapScorer:
         self._extract: Any = ClapFeatureExtractor.from_pretrained(prepared, local_files_only=True)
         model = load_model(ClapModel, path)
         self.version = f"{version_of(model, prepared, device)}, pyav {metadata.version('av')}"
-        # RoBERTa's positions begin behind its padding's.
+        # RoBERTa's positions begin after its padding index.
         positions = model.config.text_config.max_position_embeddings - model.config.text_config.pad_token_id - 1
         self._most_tokens = min(self._tokenizer.model_max_length, positions, _MOST_TOKENS)
         self._model = model.to(device, getattr(torch, dtype))
@@ -99,7 +99,7 @@ class ClapScorer:
         for start in range(0, len(heard), self._batch):
             some, rate = list(heard[start : start + self._batch]), self._extract.sampling_rate
             features = self._extract(some, sampling_rate=rate, return_tensors="pt").input_features
-            # The extractor calls a window at random longer than it is.
+            # The extractor marks a random window as longer than it is.
             is_longer = torch.zeros(len(some), 1, dtype=torch.bool, device=self._device)
             embedded = self._model.get_audio_features(features.to(self._device, self._dtype), is_longer=is_longer)
             found.append(unit(embedded.pooler_output))
@@ -114,7 +114,7 @@ class ClapScorer:
 
 
 def mono_at(rate: int, media: Media) -> NDArray[np.float32]:
-    """Return the mean of the channels, float32 (n), at `rate` samples a second. ScoreError for a sound without end."""
+    """Return the mean of the channels, float32 (n), at `rate` samples a second. ScoreError for too long a sound."""
     sound = np.asarray(media.audio)
     assert media.sample_rate is not None
     if (seconds := sound.shape[1] / media.sample_rate) > _LONGEST_S:  # at 1 Hz, a few bytes would become gigabytes

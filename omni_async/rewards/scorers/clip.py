@@ -1,8 +1,8 @@
 """Embeds images and texts with a CLIP checkpoint of transformers, for the scorers that compare them.
 
-Pillow prepares the images, as it did for the published scores, in the sizes of the checkpoint's own processor; texts
-are cut to the length that the model takes. The model runs in the precision that is asked for; embeddings are float32
-from there on, and scores float64.
+Pillow prepares the images, as for the published scores, in the sizes of the checkpoint's own processor; texts are cut
+to the length that the model takes. The model runs in the configured precision; embeddings are float32, and scores
+float64.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 
 class Clip:
-    """A CLIP checkpoint on a device. `logit_scale` is the factor that it learnt, in float32 whatever the precision.
+    """A CLIP checkpoint on a device. `logit_scale` is its learnt factor, in float32 whatever the precision.
 
-    `version`: what its embeddings follow from besides the parameters, see `version_of`."""
+    `version`: everything else that its embeddings depend on, apart from the parameters, see `version_of`."""
 
     def __init__(self, path: str, processor: str | None, device: str, dtype: Precision, batch: int) -> None:
         import torch
@@ -78,7 +78,7 @@ class Clip:
 
 
 def frames_of(media: Media, count: int) -> list[NDArray[np.uint8]]:
-    """Return what is looked at of a sample: its image, or `count` evenly spaced frames of its video."""
+    """Return the frames of a sample to score: its image, or `count` evenly spaced frames of its video."""
     return list(evenly(media.frames, count)) if media.image is None else [media.pixels]
 
 
@@ -89,11 +89,11 @@ class PromptAlignmentScorer(ABC):
 
     Args:
         path: a CLIP checkpoint in transformers' layout.
-        processor: where tokenizer and image processor are, if not there.
-        dtype: the precision that the model runs in.
-        frames: how many frames are looked at of a video.
-        batch: images and texts that the model is given at once.
-        device: the reward worker's, given by the run."""
+        processor: the folder of tokenizer and image processor, if they are not in `path`.
+        dtype: the precision of the model.
+        frames: the number of frames to score of a video.
+        batch: images and texts per forward pass of the model.
+        device: the reward worker's, passed by the run."""
 
     name = "prompt_alignment"
     accepts: tuple[str, ...] = ("image", "video")
@@ -137,7 +137,7 @@ class PromptAlignmentScorer(ABC):
 
 
 def missing_clip(params: dict[str, Any]) -> str | None:
-    """Return which of the files are not there that the parameters of a scorer on CLIP name."""
+    """Return an error about a missing file named by the parameters of a scorer on CLIP, or None."""
     wrong = wrong_checkpoint(params["path"], "clip")
     if wrong is None and params["processor"] is not None:
         wrong = missing_file("processor", params["processor"])

@@ -1,6 +1,6 @@
 """Scores how well an image fits its prompt: CLIPScore (Hessel et al. 2021, arXiv:2104.08718, section 3).
 
-value = 2.5 max(cosine, 0), of the prompt as it is: the paper puts "A photo depicts" before its captions.
+value = 2.5 max(cosine, 0), for the unchanged prompt: the paper puts "A photo depicts" before its captions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Scores how alike consecutive frames of a video are, to CLIP: that the subject and the scene stay the same.
+"""Scores how similar consecutive frames of a video are to CLIP, so that the subject and the scene stay the same.
 
-value = mean of the cosines between the image embeddings of each frame that is looked at and the next, in [-1, 1]. A
-still image repeated has the highest value: `motion_smoothness`, which it earns nothing of, goes well with it.
+value = mean of the cosines between the image embeddings of each scored frame and the next, in [-1, 1]. A repeated still
+image has the highest value. So combine it with `motion_smoothness`, which gives a still image nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class FrameConsistencyScorer:
-    """A scorer of videos. Part: `lowest`, the lowest of the cosines, which a cut shows in.
+    """A scorer of videos. Part: `lowest`, the lowest of the cosines, which shows a cut.
 
     Its parameters are as in `PromptAlignmentScorer`."""
 

@@ -1,7 +1,7 @@
 """Scores which image people would prefer: HPSv2 (Wu et al. 2023, arXiv:2306.09341, section 4).
 
-A CLIP model (ViT-H/14) trained on ranked images of a prompt; value = cosine, as the authors' package reports it. Like
-there, an image that is not square is not cropped: black is added until it is.
+A CLIP model (ViT-H/14) trained on ranked images of a prompt; value = cosine, as the authors' package reports it. As in
+that package, an image that is not square is padded with black, not cropped.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Scores which image people would prefer: HPSv3 (Ma et al. 2025, arXiv:2508.03789).
 
-A Qwen2-VL reads the image and a question about it that contains the prompt; a predictor of three layers with ReLU
-between them makes two numbers, mu and log(sigma), of its state at a special token of the question: the preference is a
+A Qwen2-VL reads the image and a question about it that contains the prompt. A predictor of three layers with ReLU
+between them maps its state at a special token of the question to two numbers, mu and log(sigma). The preference is a
 normal distribution, and value = mu. Images are scaled to 256 x 28 x 28 pixels, as for the published scores.
 
-The question belongs to the weights, and is not part of this package: it is read from a file.
+The question belongs to the weights, not to this package: it is read from a file.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ _EMBEDDING = "language_model.embed_tokens.weight"
 
 
 class HpsV3Scorer:
-    """A scorer of images; of a video the mean over `frames` frames. Part `sigma`: the mean of exp(log(sigma)).
+    """A scorer of images; for a video, the mean over `frames` frames. Part `sigma`: the mean of exp(log(sigma)).
 
     Args:
-        path: a folder with configuration, tokenizer and processor of the Qwen2-VL that was trained.
+        path: a folder with configuration, tokenizer and processor of the trained Qwen2-VL.
         weights: the published checkpoint, `HPSv3.safetensors`.
-        question: a text file: what the checkpoint was trained to be asked, with `{text_prompt}` in the place of the
-            prompt, and with `<|Reward|>` where it is read.
-        dtype: the precision that Qwen2-VL runs in; the predictor runs in float64.
-        frames: how many frames are looked at of a video.
-        batch: images that the model is given at once.
-        device: the reward worker's, given by the run."""
+        question: a text file with the question of the training, with `{text_prompt}` for the prompt and `<|Reward|>` at
+            the token whose state is read.
+        dtype: the precision of Qwen2-VL; the predictor runs in float64.
+        frames: the number of frames to score of a video.
+        batch: images per forward pass of the model.
+        device: the reward worker's, passed by the run."""
 
     name = "hps_v3"
     accepts = ("image", "video")
@@ -109,7 +109,7 @@ class HpsV3Scorer:
         return None
 
     def _qwen(self, path: str, tensors: dict[str, Any], file: str) -> Any:
-        """Return the model with as many embeddings as it has in the checkpoint. ValueError if they are too few."""
+        """Return the model with as many embeddings as in the checkpoint. ValueError if they are too few."""
         from transformers import Qwen2VLConfig, Qwen2VLModel
 
         named = {_name(name): tensor for name, tensor in tensors.items() if not name.startswith("lm_head.")}
@@ -146,7 +146,7 @@ class HpsV3Scorer:
         return states
 
     def _text(self, prompt: str) -> str:
-        # What looks like one of the tokenizer's marks in a prompt must not become one.
+        # Text in a prompt that looks like one of the tokenizer's marks must not become one.
         question = self._question.replace(_FIELD, prompt.replace("<|", "< |"))
         content = [{"type": "image"}, {"type": "text", "text": question}]
         chat: str = self._tokenizer.apply_chat_template(
@@ -156,7 +156,7 @@ class HpsV3Scorer:
 
 
 def read_question(path: str) -> str:
-    """Read the file with the question. ValueError if it lacks the place of the prompt, or of the answer."""
+    """Read the file with the question. ValueError unless it has one place for the prompt and one for the answer."""
     file = Path(path).expanduser()
     try:
         text = read_file(file, _LARGEST_QUESTION).decode("utf-8")
@@ -169,7 +169,7 @@ def read_question(path: str) -> str:
 
 
 def _name(name: str) -> str:
-    """Return what transformers calls a weight of Qwen2-VL now, given how older or newer releases save it."""
+    """Return transformers' current name of a weight of Qwen2-VL, given its name in older or newer releases."""
     if re.match(r"model\.(visual|language_model)\.", name):
         return name.removeprefix("model.")
     return re.sub(r"^model\.", "language_model.", name)

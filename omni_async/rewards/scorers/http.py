@@ -1,6 +1,6 @@
-"""Asks reward servers: `omni-async serve-reward`, or anything that speaks the protocol of `docs/rewards/http.md`.
+"""Calls reward servers: `omni-async serve-reward`, or any server of the protocol of `docs/rewards/http.md`.
 
-Waits for their answers, as `omni_async.rewards.scorers.model_servers` says. A sample's key is made of its content, so
+Waits for their answers, see `omni_async.rewards.scorers.model_servers`. A sample's key is computed from its content, so
 that a server which has scored it already can answer a repeated request from memory.
 """
 
@@ -25,12 +25,12 @@ from omni_async.types import Prompt, Score
 
 
 class HttpScorer:
-    """A scorer whose value, parts and text are those that a server answers.
+    """A scorer that returns the value, parts and text of a server's answer.
 
     `urls`: servers that score alike; `token` is sent to each of them. `server`: a role of the run whose workers are
-    such servers, too. `path`: what stands before the protocol's own path. `timeout_s`: longest that one attempt may
-    take. `hedge_s`: after so long a second server is asked, too, and the first answer counts; null: never.
-    `connections`: most that are open at once. `form`: how samples are written."""
+    also such servers. `path`: the prefix of the protocol's own path. `timeout_s`: the longest time of one attempt.
+    `hedge_s`: after this time a second server is called concurrently, and the first answer counts; null: never.
+    `connections`: the most that are open at once. `form`: the encoding of samples."""
 
     name = "http"
     accepts = ("image", "video", "audio")
@@ -63,7 +63,7 @@ class HttpScorer:
             pauses=Backoff(backoff_s, backoff_max_s),
             connections=connections,
         )
-        # Without it a key would say to whoever may ask the server which samples another client has scored.
+        # Without it, keys would reveal to any client of the server which samples another client has scored.
         self._salt = secrets.token_bytes(16)
 
     def connect(self, addresses: Addresses) -> None:

@@ -1,12 +1,12 @@
 """Scores how well people would like an image for its prompt: ImageReward (Xu et al. 2023, arXiv:2304.05977).
 
-BLIP's text encoder reads the prompt (at most 35 tokens) while it attends to the image; a predictor makes a number of
-the state h of its first token:
+BLIP's text encoder reads the prompt (at most 35 tokens) while it attends to the image; a predictor maps the state h of
+its first token to a number:
 
     value = (W_5 (... (W_1 h + b_1) ...) + b_5 - mean) / std
 
-without anything between the layers that matters after training. Mean and standard deviation are those of the published
-checkpoint over its own training data, so that 0 is an average image.
+without a nonlinearity between the layers (their dropout matters only in training). Mean and standard deviation are the
+published checkpoint's over its own training data, so that 0 is an average image.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
 _MOST_TOKENS = 35
-# Names of the published image encoder's weights, which are those of timm, and what transformers calls them.
+# Regular expressions for names of the published image encoder's weights (timm's names), and transformers' names.
 _NAMES = (
     (r"^visual_encoder\.norm\.", "vision_model.post_layernorm."),
     (r"^visual_encoder\.patch_embed\.proj\.", "vision_model.embeddings.patch_embedding."),
@@ -52,16 +52,16 @@ _NAMES = (
 
 
 class ImageRewardScorer:
-    """A scorer of images; of a video the mean over `frames` frames.
+    """A scorer of images; for a video, the mean over `frames` frames.
 
     Args:
-        path: a folder with the configuration and the tokenizer of a BLIP in transformers' layout, whose sizes are those
-            of the weights: BLIP large. Its own weights are not read.
+        path: a folder with the configuration and the tokenizer of a BLIP in transformers' layout with the sizes of the
+            weights: BLIP large. Its own weights are not read.
         weights: the published checkpoint, `ImageReward.pt`.
-        dtype: the precision that BLIP runs in; the predictor runs in float64.
-        frames: how many frames are looked at of a video.
-        batch: images that the model is given at once.
-        device: the reward worker's, given by the run."""
+        dtype: the precision of BLIP; the predictor runs in float64.
+        frames: the number of frames to score of a video.
+        batch: images per forward pass of the model.
+        device: the reward worker's, passed by the run."""
 
     name = "image_reward"
     accepts = ("image", "video")
@@ -113,7 +113,7 @@ class ImageRewardScorer:
         return [Score(float(values.mean())) for values in per_sample((rows[:, 0] - MEAN) / STD, frames)]
 
     def _read(self, images: list[NDArray[np.uint8]], texts: Sequence[str]) -> NDArray[np.float64]:
-        """Return the state of the first token of each text that was read beside its image: (images, width)."""
+        """Return the state of the first token of each text, read together with its image: (images, width)."""
         pixels = self._prepare(images, return_tensors="pt", input_data_format="channels_last").pixel_values
         tokens = self._tokenizer(
             list(texts), padding=True, truncation=True, max_length=_MOST_TOKENS, return_tensors="pt"
@@ -132,10 +132,10 @@ def _blip(path: str, tensors: dict[str, Any], file: str) -> Any:
     Args:
         path: the folder of its configuration.
         tensors: by their published names.
-        file: where they are from, for errors.
+        file: the source of the tensors, for errors.
 
     Raises:
-        ValueError: they are not those of a BLIP of these sizes."""
+        ValueError: the tensors do not fit a BLIP of these sizes."""
     import torch
     from transformers import BlipConfig, BlipForImageTextRetrieval
 
@@ -156,7 +156,7 @@ def _blip(path: str, tensors: dict[str, Any], file: str) -> Any:
             f" {tuple(own[wrong[0]].shape)}"
         )
     model.load_state_dict({name: kept[name] for name in own}, strict=False)
-    for name in ("vision_proj", "text_proj", "itm_head"):  # drawn at random, and not asked
+    for name in ("vision_proj", "text_proj", "itm_head"):  # randomly initialised and unused
         setattr(model, name, torch.nn.Identity())
     return model.float().eval().requires_grad_(False)
 

@@ -1,12 +1,12 @@
-"""Says what a judge model is asked, and reads its answers strictly: what is no clear answer never becomes a number.
+"""Defines the questions to a judge model, and reads its answers strictly: an unclear answer never becomes a number.
 
 mode       the answer                                            the value
 yes_no     the first token, with its top log-probabilities       P(yes) / (P(yes) + P(no)), over all spellings of both,
                                                                  if the sum is `least_mass` or more
 rating     one number, alone, as `Score: 7` or `{"score": 7}`    (number - lowest) / (highest - lowest)
-text       what the judge reads in the image                     1 - min(Levenshtein distance, n) / n to the wanted
+text       the text that the judge reads in the image            1 - min(Levenshtein distance, n) / n to the wanted
                                                                  text of n characters; 1 if it contains that
-pairwise   the first token, `A` or `B`: which image is better    P(the sample), asked in both orders, their mean
+pairwise   the first token, `A` or `B`: which image is better    the mean of P(the sample) over both orders
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROMPTS: dict[str, str] = {
     "pairwise": 'Which of these two images shows better what the following text asks for? Text: "{prompt}" The first'
     " image is A, the second is B. Answer with A or B.",
 }
-# Each blank can be matched in one way only, so that an answer costs no more than its length.
+# Each blank can be matched in one way only, so that matching takes time linear in the answer's length.
 _RATING = re.compile(r"(?:score|rating)?\s*+(?:[:=]\s*+)?([-+]?[0-9]++(?:\.[0-9]++)?)\s*+\.?", re.IGNORECASE)
 # Characters: a judge writes 8192 tokens at most.
 _LONGEST_ANSWER = 2**17
@@ -83,7 +83,7 @@ class _Completion(msgspec.Struct):
 class Reply(NamedTuple):
     """A judge's answer: its text, the candidates for its first token, its cost, and the name of the model that gave it.
 
-    The candidates and the name are None where the server sends none."""
+    The candidates and the name are None if the server sends none."""
 
     text: str
     first: list[TopToken] | None
@@ -97,8 +97,9 @@ def read_reply(content: bytes) -> Reply:
     """Return the answer in a body of `/v1/chat/completions`.
 
     Raises:
-        BadAnswer: it is none.
-        ScoreError: the judge did not answer, but refused, say: that is not the empty text of an image without any."""
+        BadAnswer: the body is not a chat completion.
+        ScoreError: the judge gave no text, for example because it refused; an empty text means an image without
+            text."""
     try:
         found: _Completion = decode_json(content, _Completion)
     except (msgspec.MsgspecError, ValueError, OverflowError) as error:
@@ -120,7 +121,7 @@ def read_reply(content: bytes) -> Reply:
 
 
 def read_refusal(content: bytes) -> str:
-    """Return a server's own words in a refusal, or an empty text if there are none."""
+    """Return a server's own words in a refusal, or an empty text without any."""
     try:
         body = decode_json(content, most=_MOST_REFUSED)
     except (msgspec.MsgspecError, ValueError):
@@ -130,13 +131,13 @@ def read_refusal(content: bytes) -> str:
     return words if isinstance(words, str) else ""
 
 
-# ---- what is asked ---------------------------------------------------------------------------------------------------
+# ---- questions -------------------------------------------------------------------------------------------------------
 
 
 class Template:
     """A text with fields in braces: `{prompt}`, `{target}` and keys of the prompt's metadata; `{{` is a brace.
 
-    ValueError for one that cannot be filled in."""
+    ValueError for a text that cannot be filled in."""
 
     def __init__(self, text: str, **own: Any) -> None:
         self._text, self._own = text, own
@@ -150,7 +151,7 @@ class Template:
             raise ValueError(f"prompt: expected fields like {{prompt}} or {{metadata_key}}, got {{{odd[0]}}}")
 
     def missing(self, prompt: Prompt) -> str | None:
-        """Return which field the prompt has no value for."""
+        """Return the fields that the prompt has no value for, as a text; None if it has them all."""
         known = self._values(prompt)
         lacks = sorted(name for name in self.fields if known.get(name) is None)
         return f"{', '.join(lacks)}, which the judge's prompt names" if lacks else None
@@ -162,7 +163,7 @@ class Template:
         return {**prompt.metadata, **self._own, "prompt": prompt.text, "target": prompt.target}
 
 
-# ---- what is read ----------------------------------------------------------------------------------------------------
+# ---- answers ---------------------------------------------------------------------------------------------------------
 
 
 def preference(reply: Reply, one: str, other: str, from_text: bool, least_mass: float) -> float:
@@ -171,8 +172,8 @@ def preference(reply: Reply, one: str, other: str, from_text: bool, least_mass: 
     Args:
         reply: the judge's.
         one, other: the words, in any case and with or without a space before.
-        from_text: take 1 or 0 of the text where the server sends no log-probabilities.
-        least_mass: probability that both words must have together: the judge wants to say something else otherwise.
+        from_text: take 1 or 0 from the text if the server sends no log-probabilities.
+        least_mass: the least probability of both words together; below it, the judge wants to answer something else.
 
     Raises:
         ScoreError: the words are less likely, or there are no candidates."""
@@ -214,11 +215,11 @@ def rating(reply: Reply, lowest: float, highest: float) -> float:
 
 
 def _of_json(text: str) -> float | None:
-    """Return the number of an object that has one `score`, or one `rating`; None for any other text."""
+    """Return the number of an object with one `score` or one `rating`; None for any other text."""
     try:
         decode_json(text.encode())
         pairs = json.loads(text, object_pairs_hook=list)  # a list keeps a key that occurs twice
-    except (msgspec.MsgspecError, ValueError, RecursionError):  # also half a surrogate pair, which is no UTF-8
+    except (msgspec.MsgspecError, ValueError, RecursionError):  # also half a surrogate pair, which is not UTF-8
         return None
     found = [value for key, value in pairs if key in ("score", "rating")]
     if len(found) != 1 or isinstance(found[0], bool) or not isinstance(found[0], int | float):
@@ -230,13 +231,13 @@ def _of_json(text: str) -> float | None:
 
 
 def _alone(text: str) -> float | None:
-    """Return the number that a text consists of; one within a sentence may count something else."""
+    """Return the number that a text consists of; a number within a sentence may count something else."""
     found = _RATING.fullmatch(text)
     return float(found[1]) if found else None
 
 
 def reading(reply: Reply, prompt: Prompt) -> float:
-    """Return how close the text that the judge read is to the prompt's wanted one. ScoreError if there is none."""
+    """Return the similarity of the text that the judge read to the wanted text. ScoreError if the prompt wants none."""
     wanted = wanted_text(prompt)
     if wanted is None:
         raise ScoreError('the prompt has no `target` and no text in "double quotes" to look for')
@@ -244,7 +245,7 @@ def reading(reply: Reply, prompt: Prompt) -> float:
 
 
 def _parsed(reply: Reply) -> str:
-    """Return the text of a reply. ScoreError if it is too long to be read."""
+    """Return the text of a reply. ScoreError if it is too long to read."""
     if (length := len(reply.text)) > _LONGEST_ANSWER:
         raise ScoreError(f"the answer has {length} characters, expected {_LONGEST_ANSWER} at most")
     return reply.text

@@ -1,4 +1,4 @@
-"""Tells whether the model that answered is the one that was asked for, which may go by several names."""
+"""Compares the name of the answering model with the requested one, which may have several names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec import Meta
 from omni_async.config.decoding import decode_json
 from omni_async.rewards.base import ScoreError
 
-# What providers append to a model's name: gpt-4o-2024-08-06, claude-sonnet-4-20250514, gpt-4-0613, gemini-1.5-pro-002.
+# Suffixes that providers append: gpt-4o-2024-08-06, claude-sonnet-4-20250514, gpt-4-0613, gemini-1.5-pro-002.
 _VERSION = r"-(\d{4}-\d{2}-\d{2}|\d{8}|\d{3,4})"
 _NEWEST = "-latest"
 
@@ -37,7 +37,7 @@ def is_version_of(answered: str, asked: str) -> bool:
 
 
 def served_names(content: bytes) -> list[str]:
-    """Return the models in the body of a server's `/v1/models`. ScoreError if that is no list of models."""
+    """Return the models in the body of a server's `/v1/models`. ScoreError if the body is not a list of models."""
     try:
         cards: _Cards = decode_json(content, _Cards, most=_MOST_VALUES)
     except (msgspec.MsgspecError, ValueError) as error:
@@ -46,12 +46,12 @@ def served_names(content: bytes) -> list[str]:
 
 
 def listed_names(content: bytes, model: str) -> set[str]:
-    """Return the other names of `model` by the body of a server's `/v1/models`.
+    """Return the other names of `model` according to the body of a server's `/v1/models`.
 
-    None if that is no list of models, or if there are more than 1000 of them.
+    Empty if the body is not a list of models, or if there are more than 1000 names.
 
-    They are what has the same `root` (vLLM answers as the first of the names that it serves a model by), the root
-    itself, and the `parent`, the base that a LoRA is for."""
+    They are the models with the same `root` (vLLM answers with the first name that it serves a model by), the root
+    itself, and the `parent`, the base model of a LoRA."""
     try:
         cards: list[_Card] = decode_json(content, _Cards, most=_MOST_VALUES).data
     except (msgspec.MsgspecError, ValueError):

@@ -1,11 +1,13 @@
-"""Asks servers that answer alike, over HTTP: reward servers, and judges behind an OpenAI-compatible endpoint.
+"""Calls equivalent servers over HTTP: reward servers, and judges behind an OpenAI-compatible endpoint.
 
-A request goes to the server that has the fewest of ours; one that failed, or was outrun by a hedge several times in a
-row, is asked last for `timeout_s`. What is not
-answered, or answered by a server that says it is busy, is asked again after a pause, which doubles and varies at random
-so that clients do not return together; another server, if there is one. What a server refuses as wrong is not sent
-again. Waits for answers, each `timeout_s` at most, for the pauses, and, where servers are a role of the run, until one
-of its workers is ready. Everything runs on the caller's event loop.
+- A request goes to the server with the fewest of our requests. A server that failed, or that lost to a hedge several
+  times in a row, is the last choice for `timeout_s`.
+- A request without an answer, or answered by a server that reports itself busy, is sent again after a pause, to another
+  server if there is one. The pause doubles and is randomized, so that clients do not retry together.
+- A request that a server refuses as wrong is not sent again.
+
+Waits for answers, each at most `timeout_s`, for the pauses, and, if the servers are a role of the run, until one of its
+workers is ready. Everything runs on the caller's event loop.
 """
 
 from __future__ import annotations
@@ -35,21 +37,21 @@ Retries = Annotated[int, Meta(ge=0, le=100)]
 Connections = Annotated[int, Meta(ge=1, le=10_000)]
 
 _LARGEST_ANSWER = 2**26
-_READ_HERE = 2**16  # bytes of an answer that is read on the event loop; a larger one in a thread
-_LARGEST_HEADER = 8190  # of a line of the answer's head, and of a field of it
+_READ_HERE = 2**16  # bytes of an answer that is read on the event loop; a larger one is read in a thread
+_LARGEST_HEADER = 8190  # bytes of a line of the answer's head, and of a field of it
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
-# How long the addresses of a role are used before they are asked for again.
+# How long the addresses of a role are used before they are requested again.
 _FRESH_S = 5.0
-# A server that answers slowly now and then loses a race; one that hangs loses all of them.
+# A server that is slow now and then loses a race; a server that hangs loses every race.
 _MOST_LOST = 3
 
 
 class BadAnswer(Exception):
-    """A server answered, but not what was asked for; another, or the same once more, may."""
+    """A server's answer is not an answer to the request; another server, or a retry, may succeed."""
 
 
 class _Failed(Exception):
-    """An attempt failed, and another may not. `down`: nothing answered, or a server said that it cannot now."""
+    """An attempt failed, and another may succeed. `down`: nothing answered, or a server reported that it cannot now."""
 
     def __init__(self, why: str, *, down: bool, pause_s: float = 0.0) -> None:
         super().__init__(why)
@@ -59,7 +61,7 @@ class _Failed(Exception):
 
 @dataclass(eq=False)
 class _Server:
-    """A server, the requests that it has of ours, when it failed and the races it lost, since it last answered."""
+    """A server, the number of our requests it has, its last failure, and the races it lost since it last answered."""
 
     url: str
     token: str | None
@@ -79,7 +81,7 @@ class Question:
 
 
 class ModelServers:
-    """Servers with these `urls`, and those of a role of the run, if one is named."""
+    """Servers with these `urls`, and the servers of a role of the run, if one is named."""
 
     def __init__(
         self,
@@ -93,17 +95,17 @@ class ModelServers:
         pauses: Backoff,
         connections: int,
     ) -> None:
-        """Remember how to ask; nothing is opened yet. ValueError if there is nobody to ask, or no token could be sent.
+        """Store the settings; nothing is opened yet. ValueError without any server, or if the token cannot be sent.
 
         Args:
-            urls: of servers that are there already; `token` is sent to each of them.
-            role: one of the run whose workers are servers, too; their addresses hold their tokens.
+            urls: of existing servers; `token` is sent to each of them.
+            role: a role of the run whose workers are also servers; their addresses contain their tokens.
             token: a secret.
-            timeout_s: longest that one attempt may take.
-            hedge_s: after so long a second server is asked, too, and the first answer counts; None: never.
+            timeout_s: the longest time of one attempt.
+            hedge_s: after this time a second server is called concurrently, and the first answer counts; None: never.
             retries: attempts after the first one.
             pauses: before them.
-            connections: most that are open at once."""
+            connections: the most that are open at once."""
         if not urls and role is None:
             raise ValueError("give urls, or the name of a server of reward.servers")
         if token is not None and not (token.isprintable() and token.isascii()):
@@ -120,7 +122,7 @@ class ModelServers:
         self._session: aiohttp.ClientSession | None = None
 
     def connect(self, addresses: Addresses) -> None:
-        """Take the function that tells the addresses of a role."""
+        """Store the function that returns the addresses of a role."""
         self._addresses = addresses
 
     @property
@@ -128,16 +130,16 @@ class ModelServers:
         return [*self._fixed, *self._of_role]
 
     async def ask(self, question: Question, read: Callable[[bytes], T], refusal: Callable[[bytes], str]) -> T:
-        """Return what `read` makes of a server's answer.
+        """Post a request; return the result of `read` for a server's answer.
 
         Args:
-            question: what is posted.
-            read: takes the body of an answer; raises BadAnswer or a ScoreError for one that is none.
+            question: the request to post.
+            read: converts the body of an answer; raises BadAnswer or a ScoreError for any other body.
             refusal: returns the server's own words in the body of a refusal, or an empty text.
 
         Raises:
             Outage: no server can answer now.
-            ScoreError: a server refused, or none gave an answer that could be read."""
+            ScoreError: a server refused, or no answer could be read."""
         tried: list[_Server] = []
         while True:
             try:
@@ -151,10 +153,10 @@ class ModelServers:
                 pause_s = max(self._jitter.uniform(longest / 2, longest), min(error.pause_s, self._pauses.longest_s))
             await asyncio.sleep(pause_s)
 
-    # ---- whom to ask -------------------------------------------------------------------------------------------------
+    # ---- choosing a server -------------------------------------------------------------------------------------------
 
     async def _find_servers(self) -> None:
-        """Ask for the addresses of the role, if there is one, and it was not asked lately. Raises Outage."""
+        """Request the addresses of the role, if there is a role and they are not fresh. Raises Outage."""
         now = asyncio.get_running_loop().time()
         if self._role is None or (self._of_role and now - self._asked_at < _FRESH_S):
             return
@@ -167,14 +169,14 @@ class ModelServers:
             return
         self._asked_at = asyncio.get_running_loop().time()
         known = {(one.url, one.token, one.of_run): one for one in self._of_role}
-        # Of a server that the recipe gives the name ends in its address (`addresses.urls_of`).
+        # If the recipe gives a server's address, its name contains the address (`addresses.urls_of`).
         split = [(*_split(address), " at " not in name) for name, address in found.items()]
         self._of_role = [known.get(one) or _Server(*one) for one in split]
         if not self.servers:
             raise Outage(f"no server of {self._role!r} is ready")
 
     def _next(self, busy: Sequence[_Server]) -> _Server:
-        """Return the server to ask: not one of `busy` if others are left, none that failed lately, the least loaded."""
+        """Return the least loaded server, preferring servers that are not in `busy` and have not failed lately."""
         since = asyncio.get_running_loop().time() - self._timeout_s
 
         def order(one: _Server) -> tuple[bool, bool, int, float]:
@@ -182,12 +184,12 @@ class ModelServers:
 
         return min(self.servers, key=order)
 
-    # ---- asking ------------------------------------------------------------------------------------------------------
+    # ---- requests ----------------------------------------------------------------------------------------------------
 
     async def _hedged(
         self, question: Question, read: Callable[[bytes], T], refusal: Callable[[bytes], str], tried: list[_Server]
     ) -> T:
-        """Return the first answer: of one server, or also of a second one if that takes longer than `hedge_s`."""
+        """Return the first answer: of one server, or also of a second one if the first takes longer than `hedge_s`."""
         first = self._next(tried[-1:])
         tried.append(first)
         second, begun = first, self._begin(first, question, read, refusal)
@@ -211,7 +213,7 @@ class ModelServers:
             await cancel(calls)
 
     def _lose(self, server: _Server, outrun: bool) -> None:
-        """Note whether a hedge answered before the server that was asked first."""
+        """Record whether a hedge answered before the first server."""
         server.lost = server.lost + 1 if outrun else 0
         if server.lost >= _MOST_LOST:
             server.failed_at = asyncio.get_running_loop().time()
@@ -219,7 +221,7 @@ class ModelServers:
     def _begin(
         self, server: _Server, question: Question, read: Callable[[bytes], T], refusal: Callable[[bytes], str]
     ) -> asyncio.Task[T]:
-        """Begin an attempt, which counts at once: the next one is chosen before this task runs."""
+        """Begin an attempt, which counts at once, because the next server may be chosen before this task runs."""
         server.running += 1
         attempt = asyncio.create_task(self._attempt(server, question, read, refusal))
 
@@ -237,7 +239,7 @@ class ModelServers:
         except _Failed as error:
             server.failed_at = asyncio.get_running_loop().time()
             if error.down:
-                self._asked_at = -math.inf  # a worker that is gone may have been replaced
+                self._asked_at = -math.inf  # a missing worker may have been replaced
             raise
         server.failed_at = -math.inf
         return answer
@@ -249,7 +251,7 @@ class ModelServers:
         if response.status == 200:
             try:
                 return await _read_by(read, content)
-            except BadAnswer as error:  # a server that ended in the middle of it, or another server
+            except BadAnswer as error:  # the server ended in the middle of it, or is a server of another kind
                 raise _Failed(f"{server.url} {error}", down=False) from None
             except ScoreError as error:
                 raise type(error)(f"{server.url} {error}") from None
@@ -260,7 +262,7 @@ class ModelServers:
         raise ScoreError(why)
 
     async def fetch(self, path: str) -> list[bytes]:
-        """Return what the servers have at `path`, of each that has anything there and can be asked now."""
+        """Return the bodies at `path` of all servers that have it and can answer now."""
 
         async def of(server: _Server) -> bytes | None:
             try:
@@ -272,7 +274,7 @@ class ModelServers:
         return [content for content in await asyncio.gather(*map(of, self.servers)) if content is not None]
 
     async def _exchange(self, server: _Server, method: str, question: Question) -> tuple[aiohttp.ClientResponse, bytes]:
-        """Send a request, and return the answer with its body. Raises _Failed, or ScoreError for an endless one."""
+        """Send a request, and return the answer with its body. Raises _Failed, or ScoreError for an endless answer."""
         headers = {"Accept-Encoding": "identity"} | question.headers
         if server.token is not None:
             headers["Authorization"] = f"Bearer {server.token}"
@@ -288,14 +290,14 @@ class ModelServers:
         except TimeoutError:
             why = f"did not answer within {self._timeout_s:g} s{through(proxy)}"
             raise _Failed(f"{server.url} {why}", down=True) from None
-        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a proxy of a kind that is not known
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: an unknown kind of proxy
             why = one_line(str(error) or type(error).__name__, 300)
             raise _Failed(f"{server.url} cannot be asked{through(proxy)}: {why}", down=True) from None
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # A compressed answer could be of any size, and a redirect would take the token elsewhere. The library's own
-            # time-outs (300 s, 30 s to connect) would end attempts before `timeout_s`. A server's cookies are not ours.
+            # A compressed answer could have any size, and a redirect would take the token elsewhere. The library's own
+            # time-outs (300 s, 30 s to connect) would end attempts before `timeout_s`. A server's cookies are ignored.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._connections),
                 auto_decompress=False,
@@ -307,24 +309,24 @@ class ModelServers:
         return self._session
 
     async def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 
 
 async def _read_by(read: Callable[[bytes], T], content: bytes) -> T:
-    """Return what `read` makes of a body, however large that is, without holding up the event loop."""
+    """Return the result of `read` for a body of any size, without blocking the event loop."""
     return read(content) if len(content) <= _READ_HERE else await in_daemon_thread(read, content)
 
 
 def _split(address: str) -> tuple[str, str | None]:
-    """Return the URL of an address, and the token that stands before its host, if one does."""
+    """Return the URL of an address, and the token before its host, if any."""
     url = URL(address)
     return str(url.with_user(None)).rstrip("/"), url.password
 
 
 async def read_body(response: aiohttp.ClientResponse) -> bytes:
-    """Return the body of an answer. ScoreError if it has no end."""
+    """Return the body of an answer. ScoreError if it exceeds the bound."""
     content = bytearray()
     async for chunk in response.content.iter_any():
         content += chunk

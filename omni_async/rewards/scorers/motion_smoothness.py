@@ -1,17 +1,22 @@
-"""Scores how smoothly a video moves: how well each frame lies between its neighbours.
+"""Scores how smoothly a video moves, from how well each frame fits between its neighbours.
 
 With frames x_1 ... x_F in [0, 1], and differences and second differences between them,
 
     d_t = x_{t+1} - x_t,    a_t = d_{t+1} - d_t,    smoothness = 1 - sum |a_t|^2 / sum (|d_t| + |d_{t+1}|)^2
 
-which lies in [0, 1] by the triangle inequality: 1 where every pixel changes at a constant rate, 0 where every change is
-taken back by the next one (flicker), 1/4 for frames of independent noise, and 1/2 where consecutive changes are equally
-large and unrelated. It compares changes with changes, so it does not depend on how much there is of them; and it
-compares pixels, so an object that moves farther in a frame than its edges are soft counts as 1/2 at most.
+which is in [0, 1] by the triangle inequality:
 
-A static video is perfectly smooth and no motion, and compression noise or rounding would decide its ratio: so the value
-is smoothness * min(1, motion / `min_motion`), with motion the root mean square of all d_t, in grey levels of 255. A
-still image repeated scores 0; from `min_motion` on more motion earns nothing.
+- 1 if every pixel changes at a constant rate
+- 1/2 if consecutive changes are equally large and unrelated
+- 1/4 for frames of independent noise
+- 0 if the next change reverses every change (flicker)
+
+It is a ratio of changes, so it does not depend on the amount of change. It compares pixels, so an object that moves
+farther per frame than its soft edges are wide counts as 1/2 at most.
+
+A static video is perfectly smooth but has no motion, and compression noise or rounding would decide its ratio. So the
+value is smoothness * min(1, motion / `min_motion`), with motion the root mean square of all d_t, in grey levels of 255.
+A repeated still image scores 0; motion above `min_motion` earns nothing more.
 """
 
 from __future__ import annotations

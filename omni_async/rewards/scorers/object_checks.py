@@ -1,20 +1,19 @@
-"""Scores whether an image shows what its prompt asks for, how many, and where, as GenEval does (arXiv 2310.11513).
+"""Scores whether an image shows the objects, counts and positions of its prompt, as GenEval does (arXiv 2310.11513).
 
-A prompt's metadata say what to look for, in GenEval's own form:
+A prompt's metadata list the objects to look for, in GenEval's own form:
 
-  include   a list of {class, count, color, position}: at least `count` objects of the class; `color` is that of each of
-            them; `position` is (relation, i), which says that they are `left of`, `right of`, `above` or `below` those
-            of entry i
+  include   a list of {class, count, color, position}: at least `count` objects of the class; each has the `color`;
+            `position` is (relation, i): they are `left of`, `right of`, `above` or `below` the objects of entry i
   exclude   a list of {class, count}: fewer than `count` objects of the class
 
-A detector finds the objects: those of a class with a score above `threshold`, at most 16, the likeliest first; above
-`counting_threshold` where the metadata's `tag` is "counting". One object is beside another if the distance of their
-centres, less a tenth of both boxes' extents, points mostly that way (more than half of the whole distance).
+A detector finds the objects: at most 16 of a class with a score above `threshold`, the likeliest first. If the
+metadata's `tag` is "counting", the threshold is `counting_threshold`. A relation holds if the distance of the centres,
+less a tenth of both boxes' extents, points mostly that way (more than half of the whole distance).
 
 The colour of an object is the likeliest of ten, by a CLIP that compares its box with three texts for each colour.
-Without a CLIP, a prompt that asks for a colour is refused before the run.
+Without a CLIP, a prompt with a colour is refused before the run.
 
-The value is 1 if everything is right, or the fraction of what is right.
+The value is 1 if all checks hold, otherwise the fraction that hold.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _TEXTS = ("a photo of a {colour} {label}", "a photo of a {colour}-colored {label
 
 
 class Box(NamedTuple):
-    """An object that was found: its score and its corners in pixels."""
+    """A detected object: its score and its corners in pixels."""
 
     score: float
     left: float
@@ -58,11 +57,11 @@ class ObjectChecksScorer:
     """A scorer of images.
 
     `path`: an object detector in transformers' layout whose labels are the prompts' classes, such as DETR, Deformable
-    DETR, RT-DETR or YOLOS on COCO. `clip`: a CLIP checkpoint for colours; None: no prompt may ask for one. `partial`:
-    the value is the fraction of the checks that hold; otherwise it is 1 where all of them do, else 0. `batch`: images
-    that are looked at together.
+    DETR, RT-DETR or YOLOS on COCO. `clip`: a CLIP checkpoint for colours; None: no prompt may have one. `partial`: the
+    value is the fraction of the checks that hold; otherwise it is 1 if all of them do, else 0. `batch`: images per
+    forward pass.
 
-    Parts: `correct`, 1 if everything is right, and `found`, the number of objects of the classes asked for."""
+    Parts: `correct`, 1 if all checks hold, and `found`, the number of objects of the included classes."""
 
     name = "object_checks"
     accepts = ("image",)
@@ -95,7 +94,7 @@ class ObjectChecksScorer:
 
     @staticmethod
     def check_params(params: dict[str, Any]) -> str | None:
-        """Require the detector's folder, and CLIP's if there is one."""
+        """Require the detector's folder, and CLIP's if it is given."""
         missing = missing_file("path", params["path"])
         if missing is None and params["clip"] is not None:
             wrong = wrong_checkpoint(params["clip"], "clip")
@@ -148,7 +147,7 @@ class ObjectChecksScorer:
         return Score(value, parts, ", ".join(caption) or "nothing")
 
     def _colours(self, image: NDArray[np.uint8], label: str, boxes: Sequence[Box]) -> list[str]:
-        """Return the likeliest colour of each object. ScoreError if there is no CLIP to name it."""
+        """Return the likeliest colour of each object. ScoreError without a CLIP."""
         if self._clip is None:
             raise ScoreError("a color is checked by a CLIP, whose folder the parameter `clip` names")
         if label not in self._texts:
@@ -159,7 +158,7 @@ class ObjectChecksScorer:
         return [COLOURS[i] for i in (rows @ self._texts[label].T).argmax(axis=1)]
 
     def _detect(self, images: list[NDArray[Any]]) -> list[list[tuple[str, Box]]]:
-        """Return what is seen in each image, (height, width, 3) uint8: labels and boxes above the lower threshold."""
+        """Return labels and boxes above the lower threshold for each image, (height, width, 3) uint8."""
         import torch
 
         inputs = self._processor(images=images, return_tensors="pt").to(self._device)
@@ -182,9 +181,9 @@ Check = dict[str, Any]
 
 
 def checks_of(metadata: Mapping[str, Any]) -> tuple[list[Check], list[Check]]:
-    """Return what a prompt's metadata include and exclude, each {class, count, color, position}.
+    """Return the checks that a prompt's metadata include and exclude, each {class, count, color, position}.
 
-    ValueError says what is wrong with them."""
+    ValueError describes the first mistake in them."""
     include = [_check("include", i, one) for i, one in enumerate(_list(metadata, "include"))]
     exclude = [_check("exclude", i, one) for i, one in enumerate(_list(metadata, "exclude"))]
     if not include and not exclude:
@@ -224,7 +223,7 @@ def _check(key: str, number: int, given: Any) -> Check:
 
 
 def cut_out(image: NDArray[np.uint8], box: Box) -> NDArray[np.uint8]:
-    """Return the part of an image (height, width, 3) that is in a box, one pixel of it at least."""
+    """Return the part of an image (height, width, 3) in a box, at least one pixel."""
     height, width = image.shape[:2]
     left, top = min(max(round(box.left), 0), width - 1), min(max(round(box.top), 0), height - 1)
     right, bottom = max(round(box.right), left + 1), max(round(box.bottom), top + 1)
@@ -240,10 +239,10 @@ def checked(
     """Return which checks hold: each entry of `include`, in order, then each of `exclude`.
 
     Args:
-        objects: what was seen, by label, the likeliest first.
-        include: what must be there, with its colour and its position.
-        exclude: what must not be there.
-        colours: names the colours of objects with a label."""
+        objects: the detected objects, by label, the likeliest first.
+        include: objects that must be there, with their colour and their position.
+        exclude: objects that must not be there.
+        colours: returns the colours of objects with a label."""
     right = []
     for one in include:
         found = objects.get(one["class"], [])[: one["count"]]
@@ -260,7 +259,7 @@ def checked(
 
 
 def relations(one: Box, other: Box) -> set[str]:
-    """Return where one object is, seen from another: at most one of left and right, and of above and below."""
+    """Return the position of one object relative to another: at most one of left and right, and of above and below."""
     dx = (one.left + one.right - other.left - other.right) / 2
     dy = (one.top + one.bottom - other.top - other.bottom) / 2
     width = one.right - one.left + other.right - other.left

@@ -1,4 +1,4 @@
-"""Implements the OCR reward: does the image show the text the prompt asks for? For images that hold one line of text.
+"""Scores whether an image shows the text of its prompt (the OCR reward), for images that hold one line of text.
 
 similarity = 1 - Levenshtein distance / length of the longer text, spaces left out (as flow_grpo does). It is 0 or 1 for
 one character, so whole groups tie. `dense: true` adds the recogniser's probability of the *wanted* text, whatever it
@@ -6,18 +6,18 @@ read:
 
     value = (similarity + p) / 2,    p = P(wanted text | image) ^ (1 / its length)      (CTC, `text_probability`)
 
-which lies in [0, 1], rises with the confidence of the right text from 1/2 to 1, and falls with the confidence of a
-wrong one, because p is at most the probability that the wrong text leaves. A right reading never scores below 1/2; a
-reading with nothing right in it never above.
+The value is in [0, 1]. It rises with the confidence of the right text from 1/2 to 1. It falls with the confidence of a
+wrong text, because p is at most the probability that the wrong text leaves. A right reading never scores below 1/2; a
+reading with nothing right in it never scores above.
 
-Of a video `frames` frames are read, evenly spaced, the first and the last among them (the middle one, if one): value
-and parts are the mean over them, because a text is to be there all the time; the text shown is that of the frame with
-the best value.
+For a video, `frames` evenly spaced frames are read, the first and the last included (a single frame is the middle one).
+Value and parts are the mean over them, because a text should be there all the time. The text shown is the text of the
+frame with the best value.
 
 RapidOCR's recogniser runs alone, on one line of text per image; the model ships inside its wheel. The network takes
-images 48 pixels high, padded on the right to at least 320 pixels by default; its time is proportional to that width, so
-small square images are padded to 64 only. Each image runs by itself: on a CPU a batch is no faster, and a score would
-then depend, in its last bits, on its neighbours.
+images 48 pixels high, padded on the right to at least 320 pixels by default. Its time is proportional to that width, so
+small square images are padded to 64 only. Images are not batched: a batch is no faster on a CPU, and a score would then
+depend, in its last bits, on its neighbours.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _STRAIGHT, _CURLY = re.compile(r'"([^"]+)"'), re.compile(r"“([^”]+)”")
 
 @dataclass(frozen=True)
 class Reading:
-    """The text that was read.
+    """A recognised text.
 
-    `confidence`: mean probability of the characters read, 0 when nothing was. `frames` (T, C): probabilities over the
-    alphabet."""
+    `confidence`: mean probability of the characters read, 0 if nothing was read. `frames` (T, C): probabilities over
+    the alphabet."""
 
     text: str
     confidence: float
@@ -102,7 +102,7 @@ def text_probability(frames: np.ndarray, text: Sequence[Sequence[int]], silent: 
 
     Args:
         frames: (T, C), probabilities over the alphabet, rows summing to 1.
-        text: for each character, the alphabet entries that count as it (both cases, say).
+        text: for each character, the alphabet entries that count as it (for example both cases).
         silent: entries that write nothing, the CTC blank among them.
 
     Raises:
@@ -131,11 +131,11 @@ def text_probability(frames: np.ndarray, text: Sequence[Sequence[int]], silent: 
 
 
 def wanted_text(prompt: Prompt) -> str | None:
-    """Return the prompt's target, else the first text in double quotes, without white space; None if there is none."""
+    """Return the prompt's target, else the first text in double quotes, without white space; None without both."""
     if prompt.target is not None:
         text = prompt.target
     else:
-        # Curly quotes are looked for up to the last that closes: each of many unclosed ones would cost the rest of it.
+        # Search for curly quotes only up to the last closing one: each unclosed quote would scan the rest of the text.
         end = prompt.text.rfind("”") + 1
         found = [one for one in (_STRAIGHT.search(prompt.text), _CURLY.search(prompt.text, 0, end)) if one]
         text = min(found, key=lambda one: one.start())[1] if found else ""
@@ -143,7 +143,7 @@ def wanted_text(prompt: Prompt) -> str | None:
 
 
 def missing_text(prompt: Prompt) -> str | None:
-    """Return what to write where there is no wanted text, None if there is one: `check_prompt` of scorers that read."""
+    """Return an error for a prompt without wanted text, else None: the `check_prompt` of scorers that read."""
     if wanted_text(prompt) is not None:
         return None
     return 'the prompt has no `target` and no text in "double quotes" to look for'
@@ -162,7 +162,7 @@ def _alphabet() -> frozenset[str]:
 
 
 def mean_of_frames(found: Sequence[Score]) -> Score:
-    """Return the mean of the scores of a video's frames, with the text of the best of them."""
+    """Return the mean of the scores of a video's frames, with the text of the best frame."""
     parts = {name: sum(score.parts[name] for score in found) / len(found) for name in found[0].parts}
     best = max(found, key=lambda score: score.value)
     return Score(sum(score.value for score in found) / len(found), parts, best.text)
@@ -171,11 +171,11 @@ def mean_of_frames(found: Sequence[Score]) -> Score:
 class OcrScorer:
     """The OCR scorer.
 
-    Parts: `ocr` (similarity), `ocr_exact` (0 or 1), `ocr_confidence` (of what was read, 0 if nothing) and, if dense,
+    Parts: `ocr` (similarity), `ocr_exact` (0 or 1), `ocr_confidence` (of the text read, 0 if nothing) and, if dense,
     `ocr_target` (p).
 
-    `width`: pixels the 48 pixels high line is padded to at least; 320 is the model's own, time is proportional to it.
-    `frames`: those that are read of a video."""
+    `width`: the least width in pixels of the padded line, 48 pixels high; 320 is the model's own, time is proportional
+    to it. `frames`: the number of frames to read of a video."""
 
     name = "ocr"
     accepts = ("image", "video")

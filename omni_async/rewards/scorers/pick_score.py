@@ -1,8 +1,8 @@
 """Scores which image people would pick: PickScore (Kirstain et al. 2023, arXiv:2305.01569, section 3).
 
 A CLIP model trained on choices between two images for a prompt, whose score is its logit, exp(logit scale) x cosine.
-value = logit / 26, as flow_grpo and Flow-Factory have it, so that published weights give values below 1; `weight: 26`
-gives the logit itself.
+value = logit / 26, as in flow_grpo and Flow-Factory, so that published weights give values below 1; `weight: 26` gives
+the logit itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Loads the models of scorers from folders in transformers' layout, onto the device of the reward worker.
 
-Nothing is downloaded. A checkpoint that lacks weights of its model is refused: transformers would draw them at random
-and say so in a log.
+Nothing is downloaded. A checkpoint that lacks weights of its model is refused: transformers would initialise them at
+random and only log it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 Precision = Literal["float32", "bfloat16", "float16"]
 
 _CONFIG = "config.json"
-_LARGEST_PREPARED = 2**28  # bytes of a vocabulary, as of a model that is trained
+_LARGEST_PREPARED = 2**28  # bytes of a vocabulary, as of a trained model
 _PROCESSOR_FILES = (".json", ".txt", ".model", ".jinja")  # of tokenizers, image processors and feature extractors
 
 
 def folder_of(path: str) -> Path:
-    """Return the folder `path`, or that of the hub's cache if `path` is the `owner/name` of a checkpoint in it."""
+    """Return the folder `path`, or its folder in the hub's cache if `path` is the `owner/name` of a checkpoint."""
     folder = Path(path).expanduser()
     return folder if folder.exists() else downloaded(path) or folder
 
 
 def wrong_checkpoint(path: str, model_type: str) -> str | None:
-    """Return why `path` is no checkpoint of transformers' `model_type`; None if its config.json says that it is."""
+    """Return why `path` is not a checkpoint of transformers' `model_type` by its config.json; None if it is."""
     folder = folder_of(path)
     if not folder.exists():
         return f"path: {how_to_get(folder)}"
@@ -51,7 +51,7 @@ def wrong_checkpoint(path: str, model_type: str) -> str | None:
 
 
 def missing_file(name: str, path: str) -> str | None:
-    """Return that there is no such file or folder; `name` is the parameter that names it."""
+    """Return an error if the file or folder does not exist, else None; `name` is the parameter that names it."""
     return None if folder_of(path).exists() else f"{name}: there is no {folder_of(path)}"
 
 
@@ -61,15 +61,15 @@ def load_model(model: Any, path: str, config: Any = None, tensors: dict[str, Any
     Args:
         model: transformers' class.
         path: the checkpoint's folder, or its name in the hub's cache.
-        config: instead of the one in the folder.
-        tensors: instead of the weights in the folder, by their names; then `config` is given, too.
+        config: replaces the one in the folder.
+        tensors: replace the weights in the folder, by their names; they require `config`.
 
     Raises:
-        ValueError: its weights lack some of the model's."""
+        ValueError: the checkpoint lacks some of the model's weights."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # it would stand among the run's own lines
+    disable_progress_bar()  # it would appear among the run's own lines
     given = {} if config is None else {"config": config}
     folder = folder_of(path) if tensors is None else None
     loaded, found = model.from_pretrained(
@@ -81,12 +81,12 @@ def load_model(model: Any, path: str, config: Any = None, tensors: dict[str, Any
 
 
 def version_of(model: Any, prepared: Path, device: str) -> str:
-    """Return what the answers of a loaded model follow from, for a scorer's `version`.
+    """Return everything that the answers of a loaded model depend on, for a scorer's `version`.
 
     Args:
-        model: on the CPU; its weights count, and its configuration.
-        prepared: the folder with the tokenizer and the processor, of whose files the content counts.
-        device: that it will run on, of which the kind counts."""
+        model: on the CPU; its weights and its configuration count.
+        prepared: the folder with the tokenizer and the processor; the content of their files counts.
+        device: its future device; only the device's kind counts."""
     import PIL
     import torch
     import transformers
@@ -112,12 +112,12 @@ def unit(features: Any) -> NDArray[np.float32]:
 def embedded_texts(texts: Sequence[str], batch: int, embed: Callable[[list[str]], Any]) -> NDArray[np.float32]:
     """Return the embeddings of texts, each of norm 1: float32 (texts, width).
 
-    `embed` gives those of `batch` texts at once, a tensor; it is asked once for a text that comes several times."""
+    `embed` returns the embeddings of at most `batch` texts, a tensor; it gets a repeated text once."""
     distinct = list(dict.fromkeys(texts))
     rows = np.concatenate([unit(embed(distinct[i : i + batch])) for i in range(0, len(distinct), batch)])
     return rows[[distinct.index(text) for text in texts]]
 
 
 def per_sample(values: NDArray[Any], looked_at: Sequence[Sequence[Any]]) -> list[NDArray[Any]]:
-    """Split rows, one for each thing that was looked at, into those of each sample."""
+    """Split rows, one for each scored image or window, into the rows of each sample."""
     return np.split(values, np.cumsum([len(some) for some in looked_at])[:-1])

@@ -1,12 +1,12 @@
 """Scores the text that an image shows anywhere: RapidOCR's detector and recogniser together, both inside its wheel.
 
-The rule is the one of flow_grpo's and VeRL-Omni's OCR rewards. Of everything that was read, lines joined and without
-white space or case, and the wanted text, n characters long:
+The rule is the same as in flow_grpo's and VeRL-Omni's OCR rewards. It compares the text read, lines joined and without
+white space or case, with the wanted text, n characters long:
 
     value = 1 if the wanted text occurs in it, else 1 - min(Levenshtein distance, n) / n
 
-Of a video `frames` frames are read, as by the scorer `ocr`, which reads one line that fills the image: that is faster,
-and wrong for a photograph of a shop sign.
+For a video `frames` frames are read, as by the scorer `ocr`. The scorer `ocr` reads one line that fills the image: it
+is faster, and wrong for a photograph of a shop sign.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class SceneTextScorer:
     """A scorer that finds text anywhere in an image.
 
-    Parts: `exact` (0 or 1, the wanted text was found) and `lines`, how many were read. The wanted text is the prompt's
-    target, else the first text it has in double quotes. `frames`: those that are read of a video."""
+    Parts: `exact` (0 or 1, the wanted text was found) and `lines`, the number of lines read. The wanted text is the
+    prompt's target, else the first text it has in double quotes. `frames`: the number of frames to read of a video."""
 
     name = "scene_text"
     accepts = ("image", "video")

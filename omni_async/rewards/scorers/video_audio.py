@@ -1,8 +1,8 @@
-"""Scores how well the sound of a video fits what it shows, by a PE-AV checkpoint of transformers.
+"""Scores how well the sound of a video fits its picture, by a PE-AV checkpoint of transformers.
 
 Perception Encoder Audiovisual (Vyas et al. 2025) embeds sound and video in one space. Sound is averaged over its
-channels and resampled to the rate of the checkpoint. Samples are embedded one by one, so that none is padded, and a
-score does not depend on what else is in its batch.
+channels and resampled to the rate of the checkpoint. Samples are embedded one at a time, so that none is padded, and a
+score does not depend on the rest of its batch.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 class VideoAudioScorer:
     """A scorer with value = cosine of video and sound, in [-1, 1].
 
-    Part `logit`: what the checkpoint makes of both, of which a sigmoid is the probability that they belong together.
+    Part `logit`: the checkpoint's logit for both; its sigmoid is the probability that they belong together.
 
     Args:
         path: a PE-AV checkpoint in transformers' layout.
-        processor: where the feature extractor and the video processor are, if not there.
-        dtype: the precision that the model runs in.
-        frames: how many evenly spaced frames are looked at; None: all of them.
-        device: the reward worker's, given by the run."""
+        processor: the folder of the feature extractor and the video processor, if they are not in `path`.
+        dtype: the precision of the model.
+        frames: the number of evenly spaced frames to use; None: all of them.
+        device: the reward worker's, passed by the run."""
 
     name = "video_audio"
     accepts = ("video", "audio")

@@ -1,8 +1,8 @@
-"""Asks a vision-language model about every sample, through any endpoint that speaks OpenAI's chat completions.
+"""Scores every sample with a vision-language model, through any endpoint of OpenAI's chat completions.
 
-An image is sent as it is, a video as frames that lie evenly between its first and its last. What is asked and how
-answers are read is in `omni_async.rewards.scorers.judging`; whom to ask, and what happens when nobody answers, in
-`omni_async.rewards.scorers.model_servers`, which is waited for.
+An image is sent unchanged, a video as frames spaced evenly between its first and its last. The questions and the
+reading of answers are in `omni_async.rewards.scorers.judging`. Servers, retries and waiting are in
+`omni_async.rewards.scorers.model_servers`.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class _OtherModelError(ScoreError):
 class VlmJudgeScorer:
     """The judge. `model`: the name that its servers serve it by.
 
-    `answers_as`: the name that they answer by, if it is neither this, nor a version of it, nor listed as the same.
-    `urls`: servers, without `/v1`, each given `token`; `server`: an entry of `reward.servers`, or another role of the
-    run. `mode`, and the `prompt` and `system` texts it is asked with: see `omni_async.rewards.scorers.judging`.
-    `lowest` and `highest`: of a rating. `frames`: of a video. `side`: pixels of an image's longer side, beyond which it
-    is made smaller. `from_text`: take yes or no from the text where a server sends no log-probabilities. `least_mass`:
-    the probability that the two words must have together.
+    `answers_as`: the name in its answers, if it is neither this name, nor a version of it, nor listed as the same.
+    `urls`: servers, without `/v1`, which all receive `token`; `server`: an entry of `reward.servers`, or another role
+    of the run. `mode`, and its texts `prompt` and `system`: see `omni_async.rewards.scorers.judging`. `lowest` and
+    `highest`: of a rating. `frames`: of a video. `side`: the most pixels of an image's longer side; a larger image is
+    scaled down. `from_text`: take yes or no from the text if a server sends no log-probabilities. `least_mass`: the
+    least probability of the two words together.
 
-    Parts: `prompt_tokens` and `completion_tokens`, what the judge read and wrote."""
+    Parts: `prompt_tokens` and `completion_tokens`, the tokens that the judge read and wrote."""
 
     name = "vlm_judge"
     accepts = ("image", "video")
@@ -120,7 +120,7 @@ class VlmJudgeScorer:
 
     @staticmethod
     def check_prompt(prompt: Prompt, params: dict[str, Any]) -> str | None:
-        """Require what the judge's own prompt names, a text to read, or an image to compare with."""
+        """Require the fields of the judge's own prompt, a text to read, or an image to compare with."""
         mode = params["mode"]
         missing = _template(mode, params["prompt"], params["lowest"], params["highest"]).missing(prompt)
         if missing is not None:
@@ -153,7 +153,7 @@ class VlmJudgeScorer:
         return preference(reply, "yes", "no", self._from_text, self._least_mass)
 
     async def _compared(self, sample: list[str], prompt: Prompt) -> Score:
-        """Ask for the better of the sample and the prompt's image, in both orders, because judges prefer a place."""
+        """Ask for the better of the sample and the prompt's image, in both orders, because judges prefer a position."""
         other = await in_daemon_thread(self._encoded, read_prompt_image(prompt.images[0]))
         replies = await asyncio.gather(self._ask(sample + other, prompt), self._ask(other + sample, prompt))
         first, second = (preference(reply, "a", "b", self._from_text, self._least_mass) for reply in replies)
@@ -181,7 +181,7 @@ class VlmJudgeScorer:
         return await self._servers.ask(question, self._read, read_refusal)
 
     def _read(self, content: bytes) -> Reply:
-        """Read an answer. Raises as `read_reply` does, and ScoreError for that of another model."""
+        """Read an answer. Raises as `read_reply` does, and ScoreError if another model answered."""
         reply = read_reply(content)
         if reply.model is None or reply.model in self._names or is_version_of(reply.model, self._model):
             return reply

@@ -1,10 +1,10 @@
-"""Bounds how many connections an HTTP server has, and deals them out to addresses.
+"""Bounds how many connections an HTTP server has, and distributes them over addresses.
 
 When all are in use, a new connection closes a connection that sent no request yet, or else the longest idle connection
-of the address with the most. A request under way is never ended: the new connection is refused.
+of the address with the most. A request in progress is never ended: the new connection is refused.
 
 An idle connection, or a connection whose headers do not end, is closed after `IDLE_S`. aiohttp closes it through its
-`keepalive_timeout`. Before the first request this module closes it, because aiohttp 3.13 would wait for ever.
+`keepalive_timeout`. Before the first request this module closes it, because aiohttp 3.13 would wait forever.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _FRESH_S = 1.0  # a new connection is not idle: its request is on its way
 
 
 class Connections:
-    """The connections of a server, which is given to `loop.create_server` in place of aiohttp's own.
+    """The connections of a server, passed to `loop.create_server` in place of aiohttp's own.
 
-    most: how many there may be; fewer where the process may not open so many files. An address may have half of them
-    idle, and seven of eight in all. idle_s: how long the first request may take to arrive.
+    most: the most connections; fewer if the process may not open so many files. An address may have half of them idle,
+    and seven of eight in all. idle_s: how long the first request may take to arrive.
 
-    `Expect: 100-continue` is answered by `send_continue`: aiohttp does so before a request is looked at."""
+    `send_continue` answers `Expect: 100-continue`, because aiohttp would answer before a request is checked."""
 
     def __init__(self, server: web.Server, most: int, idle_s: float = IDLE_S) -> None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -38,7 +38,7 @@ class Connections:
         self._server = server
         self._open: dict[Any, str] = {}  # handlers with their addresses, the longest idle first
         self._busy: set[Any] = set()
-        self._silent: dict[Any, asyncio.TimerHandle] = {}  # have sent no request yet, the oldest first
+        self._silent: dict[Any, asyncio.TimerHandle] = {}  # without a request so far, the oldest first
         handle, make = server.request_handler, server.request_factory
 
         def received(message: Any, *rest: Any) -> web.BaseRequest:
@@ -68,7 +68,7 @@ class Connections:
         return _Arrival(self)
 
     def begin(self, transport: Any) -> None:
-        """Hand a new connection to the server, or end it if there is no room."""
+        """Pass a new connection to the server, or end it if there is no room."""
         peer = transport.get_extra_info("peername")
         address = client_of(str(peer[0]) if peer else None)
         if not self._make_room(address):
@@ -87,7 +87,7 @@ class Connections:
             handler.transport.abort()
 
     def _make_room(self, address: str) -> bool:
-        """Return whether there is room for a connection of an address, after another has been ended if need be."""
+        """Return whether there is room for a connection of an address, after ending another one if necessary."""
         if len(self._open) < self._most // 2:
             return True
         self._open = {one: its for one, its in self._open.items() if one.transport is not None}
@@ -111,7 +111,7 @@ class Connections:
         silent = [one for one in free if one in self._silent]
         if (stale := self._unused(silent)) is not None:
             return stale
-        if len(silent) <= self._most // 4 and len(silent) < len(free):  # so many new ones are no clients
+        if len(silent) <= self._most // 4 and len(silent) < len(free):  # beyond it, few are clients
             free = [one for one in free if one not in self._silent]
         else:
             free = silent
@@ -143,7 +143,7 @@ async def send_continue(request: web.BaseRequest) -> None:
 
 
 class _Arrival(asyncio.Protocol):
-    """A connection until it is known whether there is room for it."""
+    """A connection before the check whether there is room for it."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections

@@ -1,4 +1,4 @@
-"""Limits how often one client may ask, and how much of a server it may take."""
+"""Limits the request rate of a client, and its share of a server's memory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import ipaddress
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
-# Addresses that are remembered: those that have not asked for longest are forgotten, and have a full burst again.
+# Stored addresses. The address with the oldest request is dropped, and then has a full burst again.
 _MOST_ADDRESSES = 4096
 
 
 def client_of(address: str | None) -> str:
-    """Return the client of an address: for IPv6 the network of its first 64 bits, as one machine may have all of it."""
+    """Return the client of an address: for IPv6 its /64 network, because one machine may have all of it."""
     try:
         found = ipaddress.ip_address((address or "").partition("%")[0])
     except ValueError:
@@ -28,14 +28,14 @@ class RateLimit:
     def __init__(self, per_s: float, burst: int) -> None:
         self._per_s = per_s
         self._burst = burst
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens left, and when that was
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens left, and at what time
 
     def wait_s(self, address: str, now: float) -> float:
         """Take a token and return 0, or return the seconds until there is one.
 
         Args:
             address: the client's.
-            now: seconds of a clock that never goes back."""
+            now: seconds of a monotonic clock."""
         left, at = self._buckets.get(address, (float(self._burst), now))
         left = min(float(self._burst), left + (now - at) * self._per_s)
         waits = left < 1
@@ -47,7 +47,7 @@ class RateLimit:
 
 
 class Room:
-    """Bytes that clients hold at once: `most` of them, and one body more.
+    """Bytes that clients hold at once: at most `most`, plus one body.
 
     A client that holds some gets no more than half. The client that holds least is first, with its smallest body.
     `began_to_wait` is called when a body has to wait."""
@@ -63,19 +63,19 @@ class Room:
         return self._held.total()
 
     def waiting(self, client: str) -> int:
-        """Return how many bodies of a client wait."""
+        """Return the number of waiting bodies of a client."""
         return len(self._waiting.get(client, ()))
 
     def blocks(self, client: str) -> bool:
-        """Return whether a body waits because of what this client holds."""
+        """Return whether a body waits because of the bytes that this client holds."""
         return client in self._waiting or (bool(self._waiting) and self.held >= self._most)
 
     def fits_more(self, client: str, nbytes: int) -> bool:
-        """Return whether a client may hold so many bytes more at once: all there is, if nobody else holds any."""
+        """Return whether a client may hold so many more bytes at once; always true if no other client holds any."""
         return self.held + nbytes <= self._most or self._held.keys() <= {client}
 
     async def take(self, client: str, nbytes: int) -> None:
-        """Wait until the client may hold so many bytes more; from then on it does, until `give_back`."""
+        """Wait until the client may hold so many more bytes, and hold them until `give_back`."""
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         mine = (nbytes, admitted)
         self._waiting.setdefault(client, []).append(mine)
@@ -93,11 +93,11 @@ class Room:
             raise
 
     def charge(self, client: str, nbytes: int) -> None:
-        """Take note that a client holds so many bytes more, without waiting."""
+        """Record that a client holds so many more bytes, without waiting."""
         self._held[client] += nbytes
 
     def give_back(self, client: str, nbytes: int) -> None:
-        """Take note that a client holds so many bytes less."""
+        """Record that a client holds so many fewer bytes."""
         self._held[client] -= nbytes
         if self._held[client] <= 0:
             del self._held[client]

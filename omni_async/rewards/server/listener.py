@@ -1,4 +1,4 @@
-"""Opens what a server of this project listens at, checks who may ask it, and tells when a signal ends it."""
+"""Opens the sockets of this project's servers, checks who may use them, and reports the signal that ends a server."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def read_token(reference: str | None, key: str) -> str | None:
     """Return the secret itself; ConfigError if its variable is not set, or it is too short.
 
     Args:
-        reference: `env:NAME`, the environment variable that holds it; None: there is none.
-        key: where the reference stands, for messages."""
+        reference: `env:NAME`, the environment variable with the secret; None without a secret.
+        key: the configuration key of the reference, for messages."""
     if reference is None:
         return None
     if not reference.startswith(REFERENCE):
@@ -42,7 +42,7 @@ def require_token(host: str, token: str | None, host_key: str, token_key: str) -
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address or a name is of this machine alone."""
+    """Return whether an address or a name is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -50,7 +50,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listening(host: str, port: int, key: str) -> socket.socket:
-    """Return a socket that is bound to the address. ConfigError, which begins with `key`, if that cannot be."""
+    """Return a socket that is bound to the address. If binding fails, raise ConfigError, which begins with `key`."""
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, number)
@@ -62,7 +62,7 @@ def listening(host: str, port: int, key: str) -> socket.socket:
 
 
 def address_of(bound: socket.socket) -> str:
-    """Return where a browser finds a listening socket; one that listens at all addresses, by its machine's name."""
+    """Return a listening socket's URL for a browser, with the machine's name if it listens at all addresses."""
     host, port = bound.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:
         host = socket.gethostname()
@@ -70,10 +70,10 @@ def address_of(bound: socket.socket) -> str:
 
 
 def end_signal() -> asyncio.Future[int]:
-    """Return a future of the exit code: 130 at Ctrl-C, 0 at a signal of a machine. Any later signal ends the process.
+    """Return a future of the exit code: 130 at Ctrl-C, 0 at a machine's signal. Any later signal ends the process.
 
-    Machines send SIGTERM, SIGHUP when a terminal closes, and SIGUSR1 or SIGUSR2 before a batch job's time is up. Of
-    these, a signal that was ignored when the process started, as SIGHUP is under nohup, stays ignored."""
+    Machines send SIGTERM, SIGHUP when a terminal closes, and SIGUSR1 or SIGUSR2 before a batch job's time is up. A
+    signal of the latter three that was ignored when the process started, as SIGHUP is under nohup, stays ignored."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
 
@@ -85,7 +85,7 @@ def end_signal() -> asyncio.Future[int]:
     warnings = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     heeded = [one for one in warnings if signal.getsignal(one) is not signal.SIG_IGN]
     codes = {signal.SIGINT: 130, signal.SIGTERM: 0} | dict.fromkeys(heeded, 0)
-    with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: nobody can send one
+    with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread, which alone gets signals
         for one in codes:
             loop.add_signal_handler(one, end, one)
     return ended

@@ -1,4 +1,4 @@
-"""Counts what a reward server does, for Prometheus."""
+"""Counts the requests and samples of a reward server, for Prometheus."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own.
+    """The metrics of one server, in a separate registry.
 
-    `requests` by status; `samples` by what became of them: scored, failed, remembered."""
+    `requests` by status; `samples` by outcome: scored, failed, remembered."""
 
     def __init__(self) -> None:
         own = self._registry = CollectorRegistry()
@@ -33,5 +33,5 @@ class Metrics:
         self._batch_s.observe(seconds)
 
     def text(self) -> bytes:
-        """Return all of them in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)

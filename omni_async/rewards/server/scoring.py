@@ -1,10 +1,10 @@
 """Scores the samples of all requests: waits for samples and for scorers that are down, in one task per worker.
 
-A worker takes what waits, as much as its scorers can begin and of any requests, as reward workers do; its scorers stand
-behind the guards that those have, too. While every worker's scorer is down, requests are
-refused at once, and so is what waits: clients know how to come back.
+As reward workers do, a worker takes waiting samples of any requests, as many as its scorers can begin. Its scorers have
+the same guards as in reward workers. While every worker's scorer is down, new requests and waiting samples are refused
+at once, because clients retry.
 
-A sample that comes again while it waits or is scored, or soon after, gets the same outcome without being scored again.
+A sample that is repeated while it waits or is scored, or soon after, gets the same outcome without being scored again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ENDING = "the server is ending"
 
 
 class NotNow(RuntimeError):
-    """The samples cannot be taken now: too many wait, or the scorers are down."""
+    """The samples cannot be accepted now: too many wait, or the scorers are down."""
 
 
 @dataclass(eq=False)
@@ -82,7 +82,7 @@ class Scoring:
         self._most_waiting = most_waiting
         self._remembered = remembered
         self._known: OrderedDict[str, asyncio.Future[Outcome]] = OrderedDict()
-        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # by client; the next one's turn first
+        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # by client; the client whose turn is next first
         self._queue = FairQueue(lambda: bool(self._waiting))
         self._num_down = 0
         self._workers: list[asyncio.Task[None]] = []
@@ -104,7 +104,7 @@ class Scoring:
 
     @property
     def down(self) -> str:
-        """Returns why nothing can be scored now; empty if something can."""
+        """Why nothing can be scored now; empty if something can."""
         if self.failed.done():
             return _ENDING
         if self._num_down < len(self._panels):
@@ -112,7 +112,7 @@ class Scoring:
         return next((reason for panel in self._panels for reason in panel.outages), "the scorers are down")
 
     async def score(self, samples: Sequence[tuple[str | None, Media, Prompt]], client: str = "") -> list[Outcome]:
-        """Return one outcome per sample: (key, media, prompt). Raises NotNow if none of them can be taken.
+        """Return one outcome per sample: (key, media, prompt). Raises NotNow if none of them can be accepted.
 
         A client gets half of the places, or the places of one request; clients take turns."""
         if reason := self.down:
@@ -124,14 +124,14 @@ class Scoring:
             raise NotNow(f"{own} samples of this client wait already")
         outcomes = [self._outcome(client, *sample) for sample in samples]
         self._queue.notify()
-        await asyncio.wait(outcomes)  # not gathered: a client that leaves takes nothing away from others
+        await asyncio.wait(outcomes)  # not gathered: a client that disconnects must not cancel the outcomes of others
         return [outcome.result() for outcome in outcomes]
 
     def _num_waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
 
     def _outcome(self, client: str, key: str | None, media: Media, prompt: Prompt) -> asyncio.Future[Outcome]:
-        """Return the future outcome of a sample, which waits from now on unless it is known."""
+        """Return the future outcome of a sample, which is queued unless its outcome is known."""
         if key is not None and (known := self._known.get(key)) is not None:
             self._known.move_to_end(key)
             self._metrics.samples.labels("remembered").inc()
@@ -180,7 +180,7 @@ class Scoring:
     async def _score(self, panel: Panel, job: _Job, changed: Event) -> None:
         try:
             outcome = (await panel.score_whole(job.media, job.prompt)).outcome
-        except BaseException:  # its request would wait for ever
+        except BaseException:  # its request would wait forever
             self._fail([job], _ENDING)
             raise
         self._settle(job, _told(outcome, panel.down))
@@ -218,7 +218,7 @@ class Scoring:
             self._settle(job, Outcome(error=reason, kind="outage"))
 
     def _ended(self, worker: asyncio.Task[None]) -> None:
-        """Note the loss of a worker: its scorer hangs, and only the end of the process stops its threads."""
+        """Record the loss of a worker: its scorer hangs, and only the end of the process stops its threads."""
         if not worker.cancelled() and not self.failed.done():
             error = worker.exception() or RuntimeError("a worker ended")
             self.failed.set_exception(error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error)

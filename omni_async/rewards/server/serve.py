@@ -1,6 +1,6 @@
-"""Runs a reward server until a signal ends it, or a scorer that hangs.
+"""Runs a reward server until a signal or a hanging scorer ends it.
 
-At the end it stops listening, and waits `server.grace_s` for the requests under way.
+At the end it stops listening, and waits `server.grace_s` for the requests in progress.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LINGER_S = 2.0  # for the rest of a body that was refused unread
 
 @contextlib.asynccontextmanager
 async def serving(config: ServerConfig, tell: Tell) -> AsyncIterator[tuple[str, Scoring]]:
-    """Load the scorers and serve them inside; yields the address and the workers. ConfigError if that cannot be."""
+    """Load the scorers and serve them inside; yields the address and the workers. Raises ConfigError if that fails."""
     server, token = config.server, token_of(config.server)
     try:
         gpus = config.placement.reward.gpus
@@ -42,7 +42,7 @@ async def serving(config: ServerConfig, tell: Tell) -> AsyncIterator[tuple[str, 
         raise ConfigError(f"reward.scorers: {error}") from None
     metrics = Metrics()
     reward = config.reward
-    if reward.cache.path is None:  # what would be kept in memory is remembered already
+    if reward.cache.path is None:  # the server remembers recent scores already
         reward = replace(reward, cache=replace(reward.cache, memory=0))
     scoring = Scoring(reward, scorers, metrics, tell, most_waiting=server.max_waiting, remembered=server.remembered)
     async with scoring:
@@ -53,8 +53,8 @@ async def serving(config: ServerConfig, tell: Tell) -> AsyncIterator[tuple[str, 
 
 @contextlib.asynccontextmanager
 async def answering(server: Server, routes: Mapping[str, RewardApp]) -> AsyncIterator[str]:
-    """Answer HTTP inside, with the routes below each path; yields the address. ConfigError if nothing can listen."""
-    # aiohttp logs each request that is no HTTP with its traceback: a log that strangers can fill.
+    """Answer HTTP inside, with the routes below each path; yields the address. ConfigError if it cannot listen."""
+    # aiohttp logs each request that is not HTTP with its traceback: strangers could fill the log.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     app = web.Application()
     for path, one in routes.items():

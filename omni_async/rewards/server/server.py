@@ -1,7 +1,7 @@
-"""Answers HTTP: who may ask, what a request may be, and which status says what.
+"""Answers HTTP: decides which clients and requests are allowed, and which status each error gets.
 
-A request is refused as early as that is known: by its address and its headers before its body is read, by the body
-before a sample reaches a scorer. Handlers wait for room, for a body (`server.read_s` at most) and for scores.
+A request is refused as early as possible: by its address and its headers before its body is read, by the body before a
+sample reaches a scorer. Handlers wait for room, for a body (`server.read_s` at most) and for scores.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _COME_BACK_S = 1
 _UNCHARGED = 2**16  # bytes of a body that are read before there is room for all of it
-_NARROW = 2**20  # bytes that texts may take beyond those of their body, whatever is held
-# Of `server.read_s`: how far a body may lag behind, and how far while others wait for its place.
+_NARROW = 2**20  # bytes that texts may always take beyond the bytes of their body
+# Fractions of `server.read_s`: how far a body may lag behind, and how far while others wait for its place.
 _LAG, _SHORT_LAG = 1 / 6, 1 / 30
-_DECODED_HERE = 2**16  # bytes of a body that is decoded on the event loop; a larger one in a thread
+_DECODED_HERE = 2**16  # bytes of a body that is decoded on the event loop; a larger one is decoded in a thread
 _DECODED_AT_ONCE = 4
-_VALUE_BYTES = 64  # of memory that a value of metadata takes besides its own
+_VALUE_BYTES = 64  # memory that a value of metadata takes in addition to its content
 
 Samples = list[tuple[str | None, Media, Prompt]]
 
 
 class Refused(Exception):
-    """A request is answered with `status` and one line; `retry_s`: when to come back."""
+    """A request is answered with `status` and one line; `retry_s`: when the client may retry."""
 
     def __init__(self, status: int, why: str, retry_s: float | None = None) -> None:
         super().__init__(why)
@@ -64,7 +64,7 @@ class RewardApp:
         self._metrics = metrics
         self._tell = tell
         self._rate = RateLimit(server.requests_per_s, server.burst)
-        self._strangers = RateLimit(server.requests_per_s, server.burst)  # who uses up nothing of those with the token
+        self._strangers = RateLimit(server.requests_per_s, server.burst)  # requests without the token
         self._largest = bytes_of(server.max_request)
         self._room = Room(bytes_of(server.max_held))
         self._room.began_to_wait = self._hurry
@@ -85,7 +85,7 @@ class RewardApp:
         return app
 
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Turn every way in which a request can fail into a status and one line, and count it."""
+        """Convert every failure of a request into a status and one line, and count it."""
         began = time.monotonic()
         try:
             self._require_allowed(request, began)
@@ -132,10 +132,10 @@ class RewardApp:
         client, body = client_of(request.remote), bytearray()
         await send_continue(request)
         await self._read(request, body, length, min(length, _UNCHARGED))
-        if length <= _UNCHARGED:  # it is here: nothing is gained if it waits
+        if length <= _UNCHARGED:  # it has arrived, so waiting would gain nothing
             self._room.charge(client, length)
         else:
-            # A connection that has gone is not counted any more, and its request may wait.
+            # A closed connection is not counted any more, but its request may still wait.
             if self._room.waiting(client) >= max(1, self._server.max_connections // 2):
                 raise Refused(503, "too many requests of this client wait", _COME_BACK_S)
             await self._room.take(client, length)
@@ -173,7 +173,7 @@ class RewardApp:
             self._reading.pop(limit, None)
 
     def _hurry(self) -> None:
-        """Let bodies that stopped lose their places to another that waits."""
+        """Let stalled bodies lose their places to another that waits."""
         for limit, due in self._reading.items():
             if not limit.expired():
                 limit.reschedule(due())
@@ -217,7 +217,7 @@ class RewardApp:
             asked = wire.decode_request(body, form)
         except wire.WireError as error:
             raise Refused(400, str(error)) from None
-        if (number := len(asked.samples)) > self._server.max_waiting:  # to come back would not help
+        if (number := len(asked.samples)) > self._server.max_waiting:  # a retry would not help
             raise Refused(413, f"{number} samples in one request, at most {self._server.max_waiting} may wait")
         samples: Samples = []
         for position, sample in enumerate(asked.samples):
@@ -228,7 +228,7 @@ class RewardApp:
         return samples, sum(wire.num_values(prompt.metadata) for _, _, prompt in samples)
 
     async def _health(self, request: web.Request) -> web.Response:
-        """Answer 200 if samples are scored now. The reason is for those who have the token: see the log."""
+        """Answer 200 if samples are scored now. Only the log and clients with the token get the reason."""
         well = not self.ending and not self._scoring.down
         return web.json_response({"status": "ok" if well else "down"}, status=200 if well else 503)
 

@@ -1,4 +1,4 @@
-"""Defines the file of a reward server: who may ask, how much, and, as in a recipe, which scorers answer."""
+"""Defines the file of a reward server: its clients' rights and limits, and, as in a recipe, its scorers."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from omni_async.plugins.families import MediaShape
 from omni_async.rewards import registry
 from omni_async.rewards.server.listener import read_token, require_token
 
-# One of each part: a server does not know what its clients draw.
+# One of each part: a server does not know what its clients generate.
 _ANY_MEDIA = (MediaShape("image", (3, 1, 1)), MediaShape("video", (1, 3, 1, 1), 1.0), MediaShape("audio", (1, 1), 1.0))
 
 
 class Server(Section, kw_only=True, frozen=True):
     host: Plain = "127.0.0.1"
-    """Address to listen at. One that other machines reach needs a token."""
+    """Address to listen at. An address that other machines reach needs a token."""
     port: Annotated[int, most(65535, ge=0)] = 8700
-    """Port to listen at; 0: a free one, which is printed."""
+    """Port to listen at; 0: a free port, which is printed."""
     token: Plain | None = None
-    """Secret that clients send, as the environment variable that holds it: `env:NAME`. null: whoever reaches the port
-    may ask."""
+    """Secret that clients send, as the environment variable that contains it: `env:NAME`. null: anyone who reaches the
+    port may use the server."""
     max_request: SizeText = "256MiB"
     """Largest body of a request."""
     max_held: SizeText = "1GiB"
     """Bytes of requests that are held at once; the next one is read when there is room. A client's address holds half
     of them, or one body."""
     max_connections: Annotated[int, most(100_000, ge=1)] = 1000
-    """Connections at once, seven of eight of one address at most. Beyond, a new connection closes a silent one, or else
-    an idle one. It never ends a request under way."""
+    """Connections at once, at most seven of eight of one address. Beyond that, a new connection closes a silent one, or
+    else an idle one. It never ends a request in progress."""
     max_waiting: InMemory = 4096
     """Samples that may wait for a scorer; further requests are answered with 503. A client's address may have
     half of them, or one request; addresses take turns."""
@@ -46,7 +46,7 @@ class Server(Section, kw_only=True, frozen=True):
     """Longest that the body of a request may take to arrive. A body that falls more than a sixth of this time behind a
     steady pace is refused (408). While others wait for its room, the limit is a thirtieth."""
     grace_s: Seconds = 30.0
-    """How long requests under way are waited for at the end."""
+    """How long to wait at the end for requests in progress."""
     remembered: Annotated[int, most(1_000_000, ge=0)] = 10_000
     """Recent scores that a repeated sample is answered from; 0: it is scored again."""
 
@@ -55,7 +55,7 @@ class ServerConfig(Section, kw_only=True, frozen=True):
     server: Server = Server()
     reward: schema.Reward
     placement: schema.Placement = schema.Placement()
-    """As in a recipe; `reward.gpus` alone has a meaning here."""
+    """As in a recipe; only `reward.gpus` has a meaning here."""
 
 
 def load_server(path: Path, overrides: Sequence[str] = ()) -> ServerConfig:

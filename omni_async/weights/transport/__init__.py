@@ -1,8 +1,8 @@
 """Builds the transport that carries a published version to the engines.
 
-`build_sender` makes the `WeightSender` beside trainer rank 0, `build_receiver` a `WeightReceiver` beside every engine;
-what cannot be carried is a `TransportError`. `weights.transport` chooses; a transport's module, and what it imports, is
-loaded only if it is chosen.
+`build_sender` builds the `WeightSender` next to trainer rank 0, `build_receiver` a `WeightReceiver` next to every
+engine. A version that cannot be carried is a `TransportError`. `weights.transport` chooses the transport; a transport's
+module, with its imports, is loaded only if it is chosen.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def build_sender(config: Config, store: ObjectStore, folder: Path, host: str = "
         config: the recipe.
         store: the run's object store.
         folder: where transport `disk` writes weights.
-        host: the address under which other machines reach this one, for transport `collective`."""
+        host: this machine's address for other machines, for transport `collective`."""
     match config.weights.transport:
         case "object_store":
             from omni_async.weights.transport.object_store import ObjectStoreSender
@@ -38,7 +38,7 @@ def build_sender(config: Config, store: ObjectStore, folder: Path, host: str = "
 
 
 def build_receiver(config: Config, name: str, store: ObjectStore) -> WeightReceiver:
-    """Build the receiver beside an engine.
+    """Build the receiver next to an engine.
 
     Args:
         config: the recipe.

@@ -1,17 +1,17 @@
-"""Broadcasts weights through a torch.distributed group of its own.
+"""Broadcasts weights through a separate torch.distributed group.
 
 Trainer rank 0 is the root, and every engine is a rank.
 
-The group is none of torch's registered ones, in particular not the trainer's: it uses a TCP store that the sender
-serves. It is formed when every engine has started, so no engine holds up another's loading: the sender invites, all
-ranks register at the store, and rank 0 decides there whether the group is complete: a rank whose call failed is known
-to be gone, and all others fail at once. Every step has the timeout, and a participant that is missing, or leaves, ends
-the others' wait with an error. All calls that wait run in a thread of their own.
+The group is not among torch's registered ones, in particular not the trainer's: it uses a TCP store that the sender
+serves. It is formed when every engine has started, so no engine delays another's loading. The sender invites, all ranks
+register at the store, and rank 0 decides there whether the group is complete. If a rank's call failed, it is known to
+be gone, and all others fail at once. Every step has the timeout, and a participant that is missing, or leaves, ends the
+others' wait with an error. All calls that wait run in their own thread.
 
-Bytes go by gloo through the host's memory, or by the accelerators' own library where trainer and engines
-have an accelerator each; then gloo still makes sure that all are there before that, which could wait for ever, is
-entered. Whatever accelerator torch knows will do: the library of its collectives is the one that torch has registered
-for the device's type, streams and events are torch's own.
+Bytes go by gloo through the host's memory, or by the accelerators' own library if trainer and engines have an
+accelerator each. In the latter case gloo first makes sure that all ranks are there, because the library's broadcast
+could wait forever. Any accelerator of torch will do: the library of its collectives is registered in torch for the
+device's type, and streams and events are torch's own.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ CarrierName = Literal["cpu", "device"]
 
 _POLL_S = 0.0005
 
-# Keys and values at the store by which the ranks learn, before they form the group, whether all of them are there.
+# Keys and values at the store for the check, before the ranks form the group, that all of them are there.
 _ALL, _ARRIVAL, _HERE, _GONE = "all", "arrival/{}", b"here", b"gone"
 # torch's annotations leave out the parts that are used here.
 dist: Any = torch.distributed
 
 
 def carrier_of(config: Config) -> CarrierName:
-    """Choose "device" where every rank has a whole accelerator, shared with no other, and "cpu" elsewhere."""
+    """Choose "device" if every rank has a whole accelerator, shared with no other, and "cpu" otherwise."""
     placement = config.placement
     if config.emulation is not None or placement.colocated:
         return "cpu"
@@ -69,7 +69,7 @@ class Invitation:
 
 
 class CollectiveSender:
-    """The sender, rank 0. `host` is the address under which the engines' machines reach this one."""
+    """The sender, rank 0. `host` is this machine's address for the engines' machines."""
 
     one_by_one = False
 
@@ -89,12 +89,12 @@ class CollectiveSender:
         mine = Invitation(self._host, store.port, 0, len(engines) + 1, self._carrier)
         forming = self._thread.submit(lambda: Group(mine, self._timeout_s, store))
         joining = [self._joined(join, replace(mine, rank=rank)) for rank, join in enumerate(engines.values(), start=1)]
-        # Waits until all have answered: then no rank still waits in this attempt when the next begins, and the caller
+        # Wait until all have answered: then no rank still waits in this attempt when the next begins, and the caller
         # knows which one failed.
         formed, *joined = await asyncio.gather(forming, *joining, return_exceptions=True)
         failures = [outcome for outcome in (*joined, formed) if isinstance(outcome, BaseException)]
         for failure in sorted(failures, key=lambda failure: isinstance(failure, TransportError)):
-            raise failure  # an error of its own before the time-outs of the ranks that waited for it
+            raise failure  # a rank's own error comes before the time-outs of the ranks that waited for it
         self._group = forming.result()
 
     async def _joined(self, join: Join, invitation: Invitation) -> None:
@@ -119,7 +119,7 @@ class CollectiveSender:
         self._waiting = [self._thread.submit(partial(group.meet, self._action))]
 
     async def update(self, bucket: Bucket, reference: Any | None) -> int:
-        """Return the bytes to be received at once: its broadcast waits for the engines."""
+        """Return the number of bytes to receive at once, because the broadcast waits for the engines."""
         assert self._group is not None
         self._waiting.append(self._thread.submit(partial(self._group.broadcast, bucket, self._action)))
         return len(bucket)
@@ -164,7 +164,7 @@ class CollectiveReceiver:
         return self._manifest, self._received
 
     def _room(self, number: int, size: int) -> Bucket:
-        """Return memory for a bucket, the last version's where that is large enough: its pages are there already."""
+        """Return memory for a bucket, the last version's if it is large enough: its pages are mapped already."""
         if number == len(self._memory):
             self._memory.append(np.empty(size, np.uint8))
         elif len(self._memory[number]) < size:
@@ -173,7 +173,7 @@ class CollectiveReceiver:
 
 
 class Group:
-    """A process group of its own, made by all ranks at once; TransportError if one does not come within `timeout_s`."""
+    """A process group of all ranks, formed at once; TransportError if one does not arrive within `timeout_s`."""
 
     def __init__(self, invitation: Invitation, timeout_s: float, store: Any | None = None) -> None:
         self._invitation = invitation
@@ -196,7 +196,7 @@ class Group:
                 self._carrier = DeviceCarrier(current_device(), self._store, rank, size, timeout_s)
 
     def meet(self, action: str) -> None:
-        """Return when all ranks are there, unless the carrier waits itself. TransportError, with `action`, if late."""
+        """Return when all ranks are there, if the carrier needs that. TransportError, with `action`, if one is late."""
         if self._carrier is not None:
             with self._taking_part(action):
                 self._gloo.barrier().wait(timedelta(seconds=self._timeout_s))
@@ -213,7 +213,7 @@ class Group:
 
     @contextlib.contextmanager
     def _taking_part(self, action: str) -> Iterator[None]:
-        """Let a group that lost a rank fail at once from then on, not after another time-out for every bucket."""
+        """After a rank is lost, let the group fail at once, not after another time-out for every bucket."""
         if self._broken is not None:
             raise TransportError(str(self._broken))
         try:
@@ -239,7 +239,7 @@ def _await_all_ranks(store: Any, invitation: Invitation) -> None:
 def _report_gone(invitation: Invitation, timeout_s: float) -> None:
     """Report at the store that a participant's call failed.
 
-    It may have registered before: then the others wait for the group's own time-out."""
+    If it registered before that, the others wait for the group's own time-out."""
     with contextlib.suppress(RuntimeError, OSError):  # without the store no rank waits there any more
         join_store(invitation.host, invitation.port, timeout_s).set(_ARRIVAL.format(invitation.rank), _GONE)
 
@@ -272,22 +272,22 @@ def _forget(future: asyncio.Future[Any]) -> None:
 
 
 class DeviceCarrier:
-    """A broadcast through the memory of `device`, of every rank its own, on a stream beside the device's other work."""
+    """A broadcast through each rank's memory of `device`, on a stream concurrent with the device's other work."""
 
     def __init__(self, device: torch.device, store: Any, rank: int, size: int, timeout_s: float) -> None:
         self._device = device
         self._root = rank == 0
-        # The library's own watchdog may end the process when this has passed; the deadline below is earlier and says
-        # why.
+        # The library's own watchdog may end the process when this has passed; the deadline below is earlier and gives
+        # the reason.
         timeout = timedelta(seconds=2 * timeout_s)
         self._group = group_on(device, dist.PrefixStore("weights-device", store), rank, size, timeout)
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._memory: Tensor | None = None
 
     def broadcast(self, bucket: Tensor, timeout_s: float) -> None:
-        """Copy rank 0's `bucket` (bytes, uint8, on the host) into that of every rank.
+        """Copy rank 0's `bucket` (bytes, uint8, on the host) into every rank's.
 
-        RuntimeError or TimeoutError if they do not come in time."""
+        RuntimeError or TimeoutError if they do not arrive in time."""
         if self._stream is None:
             self._carry(bucket).wait(timedelta(seconds=timeout_s))
             self._arrive(bucket)
@@ -322,7 +322,7 @@ class DeviceCarrier:
 
 
 def current_device() -> torch.device:
-    """Return the accelerator that this process uses. RuntimeError if there is none."""
+    """Return the accelerator that this process uses. RuntimeError without an accelerator."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         raise RuntimeError("this process has no accelerator")
@@ -330,13 +330,13 @@ def current_device() -> torch.device:
 
 
 def group_on(device: torch.device, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Make a process group, none of torch's registered ones, of the backend that torch has for the device's type.
+    """Make an unregistered process group of the backend that torch has for the device's type.
 
     Args:
-        device: whose memory the group broadcasts.
-        store: of torch.distributed, through which its members meet.
-        rank: this member's number; 0 is the sender.
-        size: how many members there are.
+        device: the group broadcasts its memory.
+        store: of torch.distributed, through which the ranks find each other.
+        rank: this process's; 0 is the sender.
+        size: the number of ranks.
         timeout: after which the backend itself gives a call up."""
     name = dist.get_default_backend_for_device(device.type)
     plugin = dist.Backend._plugins.get(name.upper())
@@ -352,7 +352,7 @@ def group_on(device: torch.device, store: Any, rank: int, size: int, timeout: ti
 
 
 def _built_in_group(kind: Any, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    if "Options" not in vars(kind):  # the base class has some that are of no use
+    if "Options" not in vars(kind):  # the base class has unrelated options
         return kind(store, rank, size, timeout)
     options = kind.Options()
     options._timeout = timeout

@@ -1,11 +1,11 @@
 """Carries weights through a folder that all machines see.
 
-A safetensors file per version, under diffusers names, that any tool can load.
+It contains a safetensors file per version, under diffusers names, which any tool can load.
 
-A version is written under a temporary name and renamed, so a file of the final name is whole. Engines map it into
-memory. It is deleted when they all hold another one, and so is what a trainer that was killed has left; the last stays
-in the run's folder. Nothing is synced to the device: after a power failure the run starts from a checkpoint, not from
-here.
+A version is written under a temporary name and renamed, so a file with the final name is whole. Engines map it into
+memory. It is deleted when they all hold another one, and so are files left by a killed trainer; the last stays in the
+run's folder. Nothing is synced to the device: after a power failure the run starts from a checkpoint, not from these
+files.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class DiskSender:
         self._file: VersionFile | None = None
 
     async def init(self, engines: Mapping[str, Join]) -> None:
-        """Do nothing: the parcel tells readers where the file is."""
+        """Do nothing: the result of `start` contains the file's path."""
 
     async def start(self, manifest: WeightManifest, sizes: Sequence[int]) -> str:
-        """Begin the file, and return where it will be once the last bucket is written."""
+        """Begin the file, and return its path once the last bucket is written."""
         path = self._folder / f"version-{manifest.version:06d}.safetensors"
         self._file, self._left = None, len(sizes)
         self._file = file = VersionFile(path, manifest)
@@ -88,7 +88,7 @@ async def _write(file: VersionFile, work: Callable[[], None]) -> None:
 
 
 def _clear_all_but(newest: Path) -> None:
-    """Delete all other versions, also those, even later ones, that a trainer left which was killed."""
+    """Delete all other versions, including later ones left by a killed trainer."""
     for path in newest.parent.iterdir():
         if path != newest and _OURS.fullmatch(path.name):
             path.unlink(missing_ok=True)
@@ -109,12 +109,12 @@ class DiskReceiver:
 
 
 class VersionFile:
-    """A file of a version while it is written, bucket by bucket in their order: under `path` whole or not at all.
+    """A file of a version while it is written, bucket by bucket in their order: whole under `path`, or not there.
 
     Every method but `discard` raises OSError as the file system does."""
 
     def __init__(self, path: Path, manifest: WeightManifest) -> None:
-        """TransportError for a dtype that safetensors files lack, WeightError for a tensor that lacks bytes."""
+        """Lay out the file. TransportError for a dtype unknown to safetensors, WeightError if a tensor lacks bytes."""
         self.version = manifest.version
         self.path = path
         self._header, self._places = _lay_out(manifest)
@@ -130,7 +130,7 @@ class VersionFile:
         self._position = _LENGTH.size + len(self._header)
 
     def write(self, bucket: Bucket) -> None:
-        """Write the pieces that lie in the next bucket. WeightError if it is too short for them."""
+        """Write the pieces in the next bucket. WeightError if it is too short for them."""
         assert self._file is not None
         for start, piece in self._places.get(self._number, ()):
             if piece.offset < 0 or piece.offset + piece.nbytes > len(bucket):
@@ -138,7 +138,7 @@ class VersionFile:
                     f"weights of version {self.version}: bucket {self._number} has {len(bucket)} bytes, and a tensor"
                     f" ends at byte {piece.offset + piece.nbytes} of it"
                 )
-            if start != self._position:  # pieces mostly follow each other, and to seek empties the buffer
+            if start != self._position:  # pieces are mostly consecutive, and seeking flushes the buffer
                 self._file.seek(start)
             self._file.write(bucket[piece.offset : piece.offset + piece.nbytes].data)
             self._position = start + piece.nbytes
@@ -156,21 +156,21 @@ class VersionFile:
         self._unfinished.replace(self.path)
 
     def discard(self) -> None:
-        """Delete what was written, unless it was sealed."""
+        """Delete the file, unless it was sealed."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk has its say again when the buffer is emptied
+            with contextlib.suppress(OSError):  # a full disk raises again when the buffer is flushed
                 self._file.close()
             self._unfinished.unlink(missing_ok=True)
 
 
 def _lay_out(manifest: WeightManifest) -> tuple[bytes, dict[int, list[tuple[int, Piece]]]]:
-    """Return the header of a version's file, and by bucket the pieces in it with where in the file they go."""
+    """Return the header of a version's file, and by bucket its pieces with their positions in the file."""
     header: dict[str, Any] = {
         "__metadata__": {"format": "pt", "version": str(manifest.version), "digest": manifest.digest}
     }
     starts: dict[str, int] = {}
     end = 0
-    # Without gaps every tensor lies at a multiple of its item size if the wider ones come first.
+    # With the wider dtypes first, every tensor starts at a multiple of its item size without gaps.
     for spec in sorted(manifest.tensors, key=lambda spec: -item_bytes(spec.dtype)):
         if spec.dtype not in _DTYPES:
             raise TransportError(
@@ -195,7 +195,7 @@ def _lay_out(manifest: WeightManifest) -> tuple[bytes, dict[int, list[tuple[int,
 def read_version(path: Path, manifest: WeightManifest) -> tuple[WeightManifest, list[Bucket]]:
     """Map the file as one read-only bucket without reading it.
 
-    Returns it with `manifest` as its tensors are laid out there.
+    Returns it with `manifest`, whose pieces are replaced by the file's layout.
 
     WeightError if it is not a file of that version, or not whole. The caller checks the contents by their digest."""
     wanted = f"weights of version {manifest.version}"

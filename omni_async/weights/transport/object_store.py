@@ -25,11 +25,11 @@ class ObjectStoreSender:
         """Do nothing: buckets are independent of each other."""
 
     async def update(self, bucket: Bucket, reference: Any | None) -> Any:
-        # One after the other: many writing threads would take the cores from the training thread.
+        # One at a time: many writing threads would take the cores from the training thread.
         return await self._store.put(bucket) if reference is None else reference
 
     async def finish(self, delivered: bool) -> None:
-        """Do nothing: a bucket lives as long as someone holds its reference."""
+        """Do nothing: a bucket lives as long as a reference to it is held."""
 
 
 class ObjectStoreReceiver:
@@ -47,5 +47,5 @@ class ObjectStoreReceiver:
         self._references.append(bucket)
 
     async def finish(self) -> tuple[WeightManifest, list[Bucket]]:
-        # Together, because those that lie on another machine are fetched side by side then.
+        # Concurrently, because buckets on another machine are then fetched in parallel.
         return self._manifest, list(await asyncio.gather(*map(self._store.get, self._references)))

@@ -19,7 +19,7 @@ dist: Any = torch.distributed
 def serve_store(host: str, timeout_s: float) -> Any:
     """Serve a store at a free port of `host` for as long as the returned `TCPStore` lives; `port` is its port.
 
-    It listens on this address alone; torch's own socket would listen on all addresses of the machine. Raises
+    It listens only on this address; torch's own socket would listen on all addresses of the machine. Raises
     RuntimeError or OSError."""
     with socket.socket() as listening:
         listening.bind((host, 0))

@@ -1,4 +1,4 @@
-"""Supports FLUX.1 [dev] and [schnell]: text-to-image, the guidance an input of the transformer or distilled away.
+"""Supports FLUX.1 [dev] and [schnell]: text-to-image, with guidance as an input of the transformer or distilled away.
 
 Importing this package imports no torch."""
 

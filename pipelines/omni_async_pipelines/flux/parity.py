@@ -1,4 +1,4 @@
-"""Says what `omni-async parity` compares of FLUX.1."""
+"""Defines the comparisons of `omni-async parity` for FLUX.1."""
 
 from functools import partial
 

@@ -1,9 +1,9 @@
 """Computes conditioning, latent shape and velocity of FLUX.1.
 
-They are those of diffusers' `FluxPipeline`.
+All three follow diffusers' `FluxPipeline`.
 
 Latents are packed: T = (H / 16) * (W / 16) tokens of C = 64 channels (2 x 2 patches of 16 VAE channels). The
-transformer is fed sigma itself and, where it is [dev]'s, the guidance scale: a log-probability is that of one scale.
+transformer takes sigma itself and, for [dev], the guidance scale: a log-probability is for one scale.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ DEFAULT_GUIDANCE = 3.5
 class FluxCodec(ImageCodec):
     """A codec, see `omni_async.diffusion.policy.Codec`.
 
-    It calls the encoders itself: vLLM-Omni's T5 takes other arguments than the one that diffusers' pipeline calls."""
+    It calls the encoders itself, because vLLM-Omni's T5 takes other arguments than the T5 that diffusers' pipeline
+    calls."""
 
     def __init__(self, *, vae: Any, **text_parts: Any) -> None:
         super().__init__(vae=vae, **text_parts)
@@ -32,7 +33,7 @@ class FluxCodec(ImageCodec):
         self._pixels_per_token = 2 ** len(vae.config.block_out_channels)
 
     def encode_text(self, text: str, spec: FluxSampling) -> dict[str, Tensor]:
-        """Return T5's states, padding included and not masked, and CLIP's pooled ones."""
+        """Return T5's states, padding included and not masked, and CLIP's pooled states."""
 
         def run(which: str, length: int) -> Any:
             tokenizer, encoder = (self._text_parts[part + which] for part in ("tokenizer", "text_encoder"))

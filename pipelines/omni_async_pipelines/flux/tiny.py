@@ -24,7 +24,7 @@ def build_components(
 
     Args:
         layers: the transformer's with two streams, and as many with one.
-        heads: those of the transformer, of 16 features each.
+        heads: the transformer's, with 16 features each.
         hidden: features of CLIP; T5 has twice as many.
         schnell: as [schnell], without the guidance as an input and with an unshifted schedule.
         seed: the same one gives the same weights."""

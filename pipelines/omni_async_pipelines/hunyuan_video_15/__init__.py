@@ -1,4 +1,4 @@
-"""Supports HunyuanVideo-1.5 text-to-video: Qwen2.5-VL for the prompt, ByT5 for what is quoted in it, a 16x video VAE.
+"""Supports HunyuanVideo-1.5 text-to-video: Qwen2.5-VL for the prompt, ByT5 for its quoted texts, a 16x video VAE.
 
 Importing this package imports no torch."""
 

@@ -1,4 +1,4 @@
-"""Says what `omni-async parity` compares of HunyuanVideo-1.5."""
+"""Defines the comparisons of `omni-async parity` for HunyuanVideo-1.5."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omni_async_pipelines.hunyuan_video_15.sampling import HunyuanVideo15Samplin
 
 
 class HunyuanVideo15Upstream(Upstream):
-    """diffusers' pipeline, which has its guidance in a part of its own and not in an argument."""
+    """diffusers' pipeline, which takes its guidance as a component and not as an argument."""
 
     not_arguments = ("fps", "guidance_scale")
 
@@ -31,11 +31,11 @@ CASES = (
         ),
         build=built("omni_async_pipelines.hunyuan_video_15.tiny:build", layers=2),
         idle=(
-            "transformer.image_embedder.*",  # what it makes of the image, of which there is none, counts nothing
+            "transformer.image_embedder.*",  # there is no image, so its outputs have no effect
             "transformer.transformer_blocks.{last}.(ff_context|attn.(add_q_proj|to_add_out|norm_added_q)).*",
         ),
         upstream=HunyuanVideo15Upstream,
-        # Only what is quoted reaches the second encoder.
+        # Only quoted texts reach the second encoder.
         prompts=(Prompt(0, "the digit 7"), Prompt(1, 'a sign that says "7 cats" and "open"'), Prompt(2, "7")),
     ),
 )

@@ -1,9 +1,9 @@
 """Computes conditioning, latent shape and velocity of HunyuanVideo-1.5 text-to-video.
 
-They are those of diffusers' `HunyuanVideo15Pipeline`.
+All three follow diffusers' `HunyuanVideo15Pipeline`.
 
-Latents are (C, (F - 1) / 4 + 1, H / 16, W / 16) of F frames, C = 32. The transformer is fed 2 C + 1 channels, which
-serve images as well: C of the sample, and C of an image with its mask, all zero here. It is told 1000 sigma.
+Latents are (C, (F - 1) / 4 + 1, H / 16, W / 16) of F frames, C = 32. The transformer takes 2 C + 1 channels, which
+serve images as well: C of the sample, and C of an image with its mask, all zero here. Its time is 1000 sigma.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class HunyuanVideo15Codec(DiffusersCodec):
         self._encoder = pipeline(vae=vae, transformer=None, scheduler=None, guider=None, **text_parts)
 
     def encode_text(self, text: str, spec: HunyuanVideo15Sampling) -> dict[str, Tensor]:
-        """Return Qwen2.5-VL's states of the text, and ByT5's of what stands in double quotes in it."""
+        """Return Qwen2.5-VL's states of the text, and ByT5's of its parts in double quotes."""
         embeds, mask, glyphs, glyph_mask = self._encoder.encode_prompt(text, device=self.vae.device)
         [embeds, mask], [glyphs, glyph_mask] = _without_padding(embeds, mask), _without_padding(glyphs, glyph_mask)
         return {"embeds": embeds, "mask": mask, "glyphs": glyphs, "glyph_mask": glyph_mask}
@@ -53,10 +53,10 @@ class HunyuanVideo15Codec(DiffusersCodec):
 
 
 def _without_padding(states: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut one text's padding off, (1, L, E) and (1, L) to (n, E) and (n,) bool; where all is padding, a row stays.
+    """Cut one text's padding off, (1, L, E) and (1, L) to (n, E) and (n,) bool; if all is padding, a row stays.
 
-    The transformer hides padding from everything, so its length changes nothing but the time that it takes."""
-    shown = mask[0].bool()  # which the pipeline gives as numbers of the states' dtype, where bfloat16 counts to 256
+    The transformer hides padding from everything, so its length affects only the time."""
+    shown = mask[0].bool()  # given in the states' dtype, and bfloat16 counts only to 256
     length = max(1, int(shown.sum()))
     return states[0, :length].clone(), shown[:length].clone()
 
@@ -65,7 +65,7 @@ class HunyuanVideo15Policy(DiffusersPolicy):
     """A policy, see `omni_async.diffusion.policy.Policy`.
 
     Conditioning: `embeds` (L, E) and `mask` (L,) of the prompt and the negative one, and in the same way `glyphs` and
-    `glyph_mask` of the texts to be drawn; of none, one row of zeros that is masked."""
+    `glyph_mask` of the quoted texts; without any, one masked row of zeros."""
 
     denoiser = "HunyuanVideo15Transformer3DModel"
     parts: ClassVar = {
@@ -100,7 +100,7 @@ class HunyuanVideo15Policy(DiffusersPolicy):
     ) -> dict[str, Any]:
         return {
             "hidden_states": F.pad(latents, (0, 0) * 3 + (0, self.channels + 1)),
-            "timestep": (sigma * 1000).to(latents.dtype),  # whose dtype the embedding takes
+            "timestep": (sigma * 1000).to(latents.dtype),  # the embedding takes its dtype
             "encoder_hidden_states": text["embeds"],
             "encoder_attention_mask": text["mask"],
             "encoder_hidden_states_2": text["glyphs"],

@@ -11,7 +11,7 @@ from omni_async.plugins.families import EncodedText, MediaShape, SamplingSpec
 from omni_async_pipelines.sampling import other_layout, require_frames
 
 SPATIAL, TEMPORAL = 16, 4  # pixels, and frames after the first, that become one latent
-# Of diffusers' pipeline: the text encoder's tokens after the system message, those of a system message, and ByT5's.
+# In diffusers' pipeline: tokens of the text encoder after the system message, of the system message, and of ByT5.
 _TEXT_TOKENS, _SYSTEM_TOKENS, _GLYPH_TOKENS = 1000, 108, 256
 _SYSTEM = """\
 You are a helpful assistant. Describe the video by detailing the following aspects: \
@@ -52,7 +52,7 @@ class HunyuanVideo15Sampling(SamplingSpec, frozen=True, kw_only=True):
         return (seen, drawn) if quoted else (seen,)
 
     def problem(self, checkpoint: Path) -> str | None:
-        """Find a part of another size than HunyuanVideo-1.5's, and a distilled model that is told two times a step."""
+        """Find a part of another size than HunyuanVideo-1.5's, and a distilled model that takes two times a step."""
         other = other_layout(checkpoint, _LAYOUT)
         return f"num_frames: no samples are known of a checkpoint whose {other}" if other else None
 

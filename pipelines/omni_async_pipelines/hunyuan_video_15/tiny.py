@@ -40,7 +40,7 @@ def build_components(*, layers: int = 2, heads: int = 2, seed: int = 0) -> Hunyu
     """Build every part with random float32 weights and return them as a pipeline.
 
     Args:
-        layers, heads: those of the transformer, whose heads have 16 features.
+        layers, heads: the transformer's; heads have 16 features.
         seed: the same one gives the same weights."""
     bytes_tokenizer = ByT5Tokenizer()
     with torch.random.fork_rng(devices=[]):
@@ -93,7 +93,7 @@ def _text_encoder() -> tuple[Qwen2Tokenizer, Any]:
         eos_token_id=tokenizer.eos_token_id,
         hidden_size=TEXT_WIDTH,
         intermediate_size=TEXT_WIDTH,
-        num_hidden_layers=3,  # of which the last two are not read
+        num_hidden_layers=3,  # the last two are not read
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=2048,

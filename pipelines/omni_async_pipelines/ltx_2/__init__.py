@@ -1,4 +1,4 @@
-"""Supports LTX-2: video and its sound from one text, drawn together, a Gemma3 text encoder, two VAEs and a vocoder.
+"""Supports LTX-2: video and its sound generated together from one text, with Gemma3, two VAEs and a vocoder.
 
 Importing this package imports no torch."""
 

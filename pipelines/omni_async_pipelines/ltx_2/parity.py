@@ -1,4 +1,4 @@
-"""Says what `omni-async parity` compares of LTX-2."""
+"""Defines the comparisons of `omni-async parity` for LTX-2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OTHER_GUIDANCE = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 
 
 
 class LTX2Upstream(Upstream):
-    """diffusers' pipeline with classifier-free guidance alone. It draws both media in one call."""
+    """diffusers' pipeline with only classifier-free guidance. It generates both media in one call."""
 
     def arguments(self, prompt: Prompt, spec: Any) -> dict[str, Any]:
         off = {f"{part}{scale}": value for part in ("", "audio_") for scale, value in _OTHER_GUIDANCE.items()}
@@ -33,7 +33,7 @@ class LTX2Upstream(Upstream):
 
         pipeline, last = self.pipeline, {}
         video, audio = noise.split(spec.lengths, dim=1)
-        audio = audio * pipeline.audio_vae.latents_std + pipeline.audio_vae.latents_mean  # which the pipeline inverts
+        audio = audio * pipeline.audio_vae.latents_std + pipeline.audio_vae.latents_mean  # the pipeline inverts this
 
         def remember(pipe: Any, step: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             last.update(tensors)

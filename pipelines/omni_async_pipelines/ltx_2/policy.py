@@ -1,11 +1,11 @@
 """Computes conditioning, latent shape and velocity of LTX-2, a video with its sound from a text.
 
-They are those of diffusers' `LTX2Pipeline` with classifier-free guidance alone: spatio-temporal guidance, modality
-guidance and rescaling, which its defaults add in three more predictions a step, are not here.
+All three follow diffusers' `LTX2Pipeline` with only classifier-free guidance. Its defaults add spatio-temporal
+guidance, modality guidance and rescaling in three more predictions a step, which are not implemented here.
 
-Latents are (Tv + Ta, 128): the tokens of the video, frame by frame, then those of the sound. One schedule, that of the
-video's length, and one transition serve both, so one log-probability covers both; `modalities` says which rows are
-whose. The transformer computes the two together and is told 1000 sigma for each.
+Latents are (Tv + Ta, 128): the tokens of the video, frame by frame, then the tokens of the sound. One schedule, for the
+video's length, and one transition serve both, so one log-probability covers both; `modalities` returns the rows of
+each. The transformer computes the two together and takes 1000 sigma for each.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from omni_async_pipelines.ltx_2.sampling import MEL_RATE, VOCODER_RATE, LTX2Samp
 from omni_async_pipelines.parts import DiffusersCodec, DiffusersPolicy, stack_pixels, to_uint8
 from omni_async_pipelines.sampling import read_config
 
-# Of diffusers' pipeline where the checkpoint's scheduler says nothing.
+# Defaults of diffusers' pipeline for keys that the checkpoint's scheduler lacks.
 _SHIFT = {"base_image_seq_len": 1024, "max_image_seq_len": 4096, "base_shift": 0.95, "max_shift": 2.05}
-# Of the spectrograms that the audio VAE was trained on.
+# The window and the floor of the audio VAE's training spectrograms.
 _WINDOW, _LEAST = 1024, 1e-5
 
 
@@ -40,7 +40,7 @@ class LTX2Codec(DiffusersCodec):
         self.audio_vae, self.vocoder = audio_vae, vocoder
 
     def encode_text(self, text: str, spec: LTX2Sampling) -> dict[str, Tensor]:
-        """Return what video and sound attend to, (max_sequence_length, E) each. Learned registers follow the text."""
+        """Return video and sound embeddings, (max_sequence_length, E) each. Learned registers follow the text."""
         tokens = self.tokenizer(
             [text.strip()],
             padding="max_length",
@@ -92,11 +92,11 @@ class LTX2Codec(DiffusersCodec):
 
 
 def _log_mel(sounds: Tensor, config: Any) -> Tensor:
-    """Return what the audio VAE encodes, (B, channels, frames, mel bins), of sounds (B, channels, n) in [-1, 1]."""
+    """Convert sounds (B, channels, n) in [-1, 1] to the audio VAE's input, (B, channels, frames, mel bins)."""
     from transformers.audio_utils import mel_filter_bank
 
     num, rate = sounds.shape[-1] * config.sample_rate // VOCODER_RATE, config.sample_rate
-    spectrum = torch.fft.rfft(sounds.double())[..., : num // 2 + 1]  # what the lower rate cannot hold is cut off
+    spectrum = torch.fft.rfft(sounds.double())[..., : num // 2 + 1]  # frequencies above the lower rate are dropped
     lower = torch.fft.irfft(spectrum, n=num) * (rate / VOCODER_RATE)
     window = torch.hann_window(_WINDOW, dtype=lower.dtype, device=lower.device)
     found = torch.stft(
@@ -111,8 +111,8 @@ def _log_mel(sounds: Tensor, config: Any) -> Tensor:
 class LTX2Policy(DiffusersPolicy):
     """The `omni_async.diffusion.policy.Policy` of LTX-2.
 
-    Conditioning: `embeds` and `audio_embeds` (max_sequence_length, E) of the prompt and the negative one. Nothing of
-    them is masked: registers stand where padding was."""
+    Conditioning: `embeds` and `audio_embeds` (max_sequence_length, E) of the prompt and the negative one. Nothing is
+    masked, because registers replace the padding."""
 
     denoiser = "LTX2VideoTransformer3DModel"
     parts: ClassVar = {
@@ -178,7 +178,7 @@ class LTX2Policy(DiffusersPolicy):
         return max(spec.scales)
 
     def combine(self, cond: Tensor, uncond: Tensor, scale: float, spec: LTX2Sampling) -> Tensor:
-        """Apply classifier-free guidance, to video and sound each with its own scale."""
+        """Apply classifier-free guidance to video and sound, each with its own scale."""
         of_rows = [torch.full((n, 1), own) for n, own in zip(spec.lengths, spec.scales, strict=True)]
         return uncond + torch.cat(of_rows).to(cond.device) * (cond - uncond)
 

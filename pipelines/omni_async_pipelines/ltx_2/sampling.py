@@ -11,9 +11,9 @@ from omni_async.plugins.families import EncodedText, MediaShape, SamplingSpec
 from omni_async_pipelines.sampling import other_layout, read_config, require_frames
 
 SPATIAL, TEMPORAL = 32, 8  # pixels, and frames after the first, that become one latent of the video
-# Mel frames a second, and how many become one latent of the sound, which the vocoder turns into samples again.
+# Mel frames a second, and how many become one latent of the sound. The vocoder turns mel frames into samples again.
 MEL_RATE, MEL_TEMPORAL, VOCODER_RATE, CHANNELS = 100, 4, 24_000, 2
-# What a checkpoint's parts must say for these numbers to hold, by folder and key.
+# The configuration of a checkpoint's parts that these numbers require, by folder and key.
 _LAYOUT: tuple[tuple[str, str, Any], ...] = (
     ("vae", "spatial_compression_ratio", SPATIAL),
     ("vae", "temporal_compression_ratio", TEMPORAL),
@@ -78,7 +78,7 @@ class LTX2Sampling(SamplingSpec, frozen=True, kw_only=True):
 
     @property
     def audio_frames(self) -> int:
-        """The number of the sound's latents; in the very arithmetic of diffusers' pipeline, which rounds."""
+        """The number of the sound's latents, rounded exactly as in diffusers' pipeline."""
         return round(self.num_frames / self.fps * (MEL_RATE / MEL_TEMPORAL))
 
     @property
@@ -89,7 +89,7 @@ class LTX2Sampling(SamplingSpec, frozen=True, kw_only=True):
     def media(self) -> tuple[MediaShape, ...]:
         mel_frames = (
             MEL_TEMPORAL * (self.audio_frames - 1) + 1
-        )  # the first latent is of one frame, as the VAE is causal
+        )  # the first latent is of one frame, because the VAE is causal
         return (
             MediaShape("video", (self.num_frames, 3, self.height, self.width), self.fps),
             MediaShape("audio", (CHANNELS, mel_frames * VOCODER_RATE // MEL_RATE), VOCODER_RATE),

@@ -31,7 +31,7 @@ def build_components(*, layers: int = 2, heads: int = 2, seed: int = 0) -> LTX2P
     """Build every part with random float32 weights and return them as a pipeline.
 
     Args:
-        layers, heads: those of the transformer, whose heads have 32 features of the video and 16 of the sound.
+        layers, heads: the transformer's; heads have 32 features of the video and 16 of the sound.
         seed: the same one gives the same weights."""
     tokenizer = tiny.gemma_tokenizer()
     with torch.random.fork_rng(devices=[]):
@@ -95,7 +95,7 @@ def _connectors() -> LTX2TextConnectors:
 
 
 def _vocoder() -> LTX2Vocoder:
-    """Build a vocoder whose sound depends on its input: a fresh one hums the same tone whatever it is given."""
+    """Build a vocoder whose sound depends on its input: a fresh one hums the same tone for any input."""
     made: Any = LTX2Vocoder(
         in_channels=2 * 4 * MEL_LATENTS, hidden_channels=32, upsample_kernel_sizes=[16, 15, 8, 4, 4]
     )

@@ -1,4 +1,4 @@
-"""Says what `omni-async parity` compares of Qwen-Image."""
+"""Defines the comparisons of `omni-async parity` for Qwen-Image."""
 
 from omni_async.commands.parity.case import Case, built
 from omni_async_pipelines.qwen_image.sampling import QwenImageSampling

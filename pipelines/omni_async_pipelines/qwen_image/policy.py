@@ -1,9 +1,9 @@
 """Computes conditioning, latent shape and velocity of Qwen-Image.
 
-They are those of diffusers' `QwenImagePipeline`.
+All three follow diffusers' `QwenImagePipeline`.
 
 Latents are packed: T = (H / 16) * (W / 16) tokens of C = 64 channels (2 x 2 patches of 16 VAE channels). The
-transformer is fed sigma itself (timestep / 1000).
+transformer takes sigma itself (timestep / 1000).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PATCH = 2
 class QwenImageCodec(DiffusersCodec):
     """The `omni_async.diffusion.policy.Codec` of Qwen-Image.
 
-    sees_images: whether prompts carry images; without, the text encoder's vision tower would only take memory."""
+    sees_images: whether prompts carry images; otherwise the text encoder's vision tower would only take memory."""
 
     sees_images = False
 
@@ -60,7 +60,7 @@ class QwenImageCodec(DiffusersCodec):
         return self.encode_tokens(self.tokenize(PROMPT_TEMPLATE, text, NUM_TEMPLATE_TOKENS), NUM_TEMPLATE_TOKENS)
 
     def tokenize(self, template: str, text: str, num_dropped: int) -> Any:
-        """Return the tokens of the template with the text. ValueError for more than 1024 besides the dropped ones."""
+        """Return the tokens of the template with the text. ValueError for more than 1024 without the dropped ones."""
         tokens = self.tokenizer(template.format(text), return_tensors="pt")
         num_tokens = tokens.input_ids.shape[1] - num_dropped
         if num_tokens > MAX_TEXT_TOKENS:
@@ -70,7 +70,7 @@ class QwenImageCodec(DiffusersCodec):
         return tokens
 
     def encode_tokens(self, tokens: Any, num_dropped: int) -> dict[str, Tensor]:
-        """Return the last layer's states of one text's tokens but the first `num_dropped`, and a mask."""
+        """Return the last layer's states of one text's tokens except the first `num_dropped`, and a mask."""
         # The decoder alone: the language-model head would only compute unused logits.
         states: Tensor = self.text_encoder.model(
             **tokens.to(self.text_encoder.device), output_hidden_states=True
@@ -136,7 +136,7 @@ class QwenImagePolicy(DiffusersPolicy):
         return {
             "timestep": sigma,
             "encoder_hidden_states": text["embeds"],
-            # Without padding there is nothing to mask, and attention may take a faster kernel.
+            # Without padding there is nothing to mask, and attention may use a faster kernel.
             "encoder_hidden_states_mask": None if bool(text["mask"].all()) else text["mask"],
             "img_shapes": [[(1, *latent_grid(spec, self.pixels_per_token))]] * len(latents),
         }

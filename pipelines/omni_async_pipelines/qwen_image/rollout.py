@@ -17,7 +17,7 @@ class NativePolicy(QwenImagePolicy):
     """The policy with vLLM-Omni's denoiser."""
 
     def call(self, denoiser: torch.nn.Module, **inputs: Any) -> Any:
-        """Add the texts' padded length, which vLLM-Omni's denoiser does not take from their embeddings."""
+        """Add the texts' padded length, which vLLM-Omni's denoiser does not derive from their embeddings."""
         num_rows, length = inputs["encoder_hidden_states"].shape[:2]
         return super().call(denoiser, txt_seq_lens=[length] * num_rows, **inputs)
 

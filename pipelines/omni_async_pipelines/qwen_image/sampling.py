@@ -13,7 +13,7 @@ PROMPT_TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial"
     " relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
-# The template's system part: its hidden states are dropped, whatever the tokenizer made of it.
+# Tokens of the template's system part. This many hidden states are dropped, whatever the tokenizer returned for it.
 NUM_TEMPLATE_TOKENS = 34
 MAX_TEXT_TOKENS = 1024
 
@@ -34,7 +34,7 @@ class QwenImageSampling(ImageSampling, frozen=True, kw_only=True):
 
 
 def encoded(template: str, text: str, dropped: int) -> EncodedText:
-    """Return a text in a template, of which the first tokens are dropped."""
+    """Return a text in a template whose first tokens are dropped."""
     return EncodedText(
         tokenizer="tokenizer",
         cls="Qwen2Tokenizer",

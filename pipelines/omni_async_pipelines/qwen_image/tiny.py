@@ -1,7 +1,7 @@
 """Builds a Qwen-Image checkpoint small enough for tests: real architecture, random weights, built offline in seconds.
 
-The parts are the ones of the real model (Qwen2.5-VL text encoder, Qwen-Image VAE and DiT, flow-match Euler scheduler),
-only narrower, so that diffusers' ``QwenImagePipeline`` and vLLM-Omni's load the result like any other checkpoint. The
+The parts are as in the real model (Qwen2.5-VL text encoder, Qwen-Image VAE and DiT, flow-match Euler scheduler), only
+narrower, so that diffusers' ``QwenImagePipeline`` and vLLM-Omni's load the result like any other checkpoint. The
 quickstart (``recipes/quickstart/build_checkpoint.py``) starts from the same parts and trains two of them.
 
     python -m omni_async_pipelines.qwen_image.tiny /tmp/tiny_qwen_image
@@ -26,7 +26,7 @@ from omni_async_pipelines import tiny
 from omni_async_pipelines.qwen_image.policy import PATCH
 from omni_async_pipelines.qwen_image.sampling import NUM_TEMPLATE_TOKENS, PROMPT_TEMPLATE
 
-# The policy drops what the prefix became, so a tokenizer is right only if it spends exactly that many tokens on it.
+# The policy drops the prefix's tokens, so a tokenizer is right only if the prefix takes exactly that many tokens.
 PROMPT_PREFIX, PROMPT_SUFFIX = PROMPT_TEMPLATE.split("{}")
 
 LATENT_CHANNELS = 16
@@ -60,7 +60,7 @@ def build_text_encoder(
 
     Args:
         tokenizer: has the special tokens that the model knows by id.
-        vocab_size: the number of embeddings, at least that of the tokenizer's tokens.
+        vocab_size: the number of embeddings, at least the number of the tokenizer's tokens.
         hidden: features, a multiple of 16.
         init_std: standard deviation of the weights."""
     half_head_dim = hidden // 4

@@ -1,4 +1,4 @@
-"""Supports Qwen-Image-Edit: Qwen-Image's denoiser, trained to edit the image that a prompt carries.
+"""Supports Qwen-Image-Edit: Qwen-Image's denoiser, trained to edit a prompt's image.
 
 Importing this package imports no torch."""
 

@@ -1,4 +1,4 @@
-"""Says what `omni-async parity` compares of Qwen-Image-Edit: prompts with images of two sizes, and one without."""
+"""Defines the comparisons of `omni-async parity` for Qwen-Image-Edit: images of two sizes, and a prompt without one."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MODULE = "diffusers.pipelines.qwenimage.pipeline_qwenimage_edit"
 class EditUpstream(Upstream):
     """diffusers' pipeline, with two changes.
 
-    It resizes an image to the spec's area, and hands the types of tokens on to the text encoder: without, transformers
-    5 would number an image's tokens like those of a text, as the model never saw them (huggingface/diffusers issue
-    14194)."""
+    It resizes an image to the spec's area, and passes the types of tokens on to the text encoder. Without the types,
+    transformers 5 would number an image's tokens like a text's, which never happened in the model's training
+    (huggingface/diffusers issue 14194)."""
 
     not_arguments = (*Upstream.not_arguments, "image_area")
 
@@ -47,7 +47,7 @@ class EditUpstream(Upstream):
 
 @contextmanager
 def resizing_to(area: int) -> Iterator[None]:
-    """Replace the area to which diffusers' pipeline resizes images, which is written into it."""
+    """Replace the area of resized images, which diffusers' pipeline hard-codes."""
     from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
 
     with patch(f"{MODULE}.calculate_dimensions", lambda published, ratio: calculate_dimensions(area, ratio)):

@@ -1,8 +1,8 @@
-"""Computes conditioning and velocity of Qwen-Image-Edit, which are those of diffusers' `QwenImageEditPipeline`.
+"""Computes conditioning and velocity of Qwen-Image-Edit, as diffusers' `QwenImageEditPipeline` does.
 
-The text encoder reads the prompt's image with the text, and the denoiser gets its latents as further tokens after those
-of the sample, of whose output only the sample's count. A prompt without an image is Qwen-Image's: its template, and no
-further tokens.
+The text encoder reads the prompt's image with the text. The denoiser gets the image's latents as further tokens after
+the sample's; only the output of the sample's tokens counts. A prompt without an image is handled as in Qwen-Image: with
+its template, and no further tokens.
 """
 
 from __future__ import annotations
@@ -61,14 +61,12 @@ class QwenImageEditCodec(QwenImageCodec):
         return {"image": torch.zeros(0, 0, 4 * self.vae.config.z_dim, device=self.vae.device)}
 
     def encode_seeing(self, text: str, picture: Image) -> dict[str, Tensor]:
-        """Return what `encode_text` does, of a text beside which the text encoder sees the picture."""
+        """Return the result of `encode_text` for a text that the text encoder reads together with the picture."""
         for token in (self.processor.image_token, self.processor.video_token):
             if token in text:
                 raise ValueError(f"the prompt holds {token}, where the model would look for another image")
-        self.tokenize(
-            EDIT_TEMPLATE, text, NUM_EDIT_TEMPLATE_TOKENS
-        )  # for its bound, which image tokens do not count for
-        # Whole, with the types of the tokens: by these transformers 5 places an image's tokens in rows and columns.
+        self.tokenize(EDIT_TEMPLATE, text, NUM_EDIT_TEMPLATE_TOKENS)  # for its bound, which ignores image tokens
+        # Whole, with the types of the tokens: transformers 5 uses them to place an image's tokens in rows and columns.
         tokens = self.processor(text=[EDIT_TEMPLATE.format(text)], images=[picture], return_tensors="pt")
         return self.encode_tokens(tokens, NUM_EDIT_TEMPLATE_TOKENS)
 
@@ -82,7 +80,8 @@ class QwenImageEditCodec(QwenImageCodec):
 class QwenImageEditPolicy(QwenImagePolicy):
     """The `omni_async.diffusion.policy.Policy` of Qwen-Image-Edit.
 
-    Conditioning: that of Qwen-Image, and `image` (rows, columns, C), the tokens of the prompt's image, none without."""
+    Conditioning: as in Qwen-Image, and `image` (rows, columns, C), the tokens of the prompt's image, empty without
+    one."""
 
     parts: ClassVar = {**QwenImagePolicy.parts, "processor": "transformers.Qwen2VLProcessor"}
     codec = QwenImageEditCodec
@@ -98,10 +97,11 @@ class QwenImageEditPolicy(QwenImagePolicy):
         *,
         unconditional_gradient: bool = True,
     ) -> Tensor:
-        """Compute the velocity of rows whose images have the same shape in one call each.
+        """Compute the velocity, in one call for all rows whose images have the same shape.
 
         The denoiser has one table of positions for all of its rows. A trainer's micro-batch has rows of one prompt and
-        one call of its samples, so of one shape, and its ranks call the denoiser equally often; only engines mix."""
+        one call of its samples, so of one shape, and its ranks call the denoiser equally often; only engines mix
+        shapes."""
         shapes = [image.shape for image in cast(Any, conditioning).get("image", as_list=True)]
         found: Tensor | None = None
         for shape in dict.fromkeys(shapes):
@@ -125,7 +125,7 @@ class QwenImageEditPolicy(QwenImagePolicy):
         return made | {"hidden_states": tokens, "img_shapes": [[*own, grid] for own in made["img_shapes"]]}
 
     def call(self, denoiser: nn.Module, **inputs: Any) -> Any:
-        """Return the denoiser's output of the sample's own tokens."""
+        """Return the denoiser's output for the sample's own tokens."""
         output = super().call(denoiser, **inputs)[0]
         return (output[:, : math.prod(inputs["img_shapes"][0][0])],)
 

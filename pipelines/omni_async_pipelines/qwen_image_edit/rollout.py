@@ -10,7 +10,7 @@ from omni_async_pipelines.qwen_image_edit.sampling import QwenImageEditSampling
 
 
 class _NativePolicy(QwenImageEditPolicy, NativePolicy):
-    """Edit's policy, calling vLLM-Omni's denoiser as Qwen-Image's does."""
+    """Edit's policy, which calls vLLM-Omni's denoiser as Qwen-Image's does."""
 
 
 class QwenImageEditRolloutPipeline(RolloutPipelineMixin, QwenImageEditPipeline):

@@ -17,9 +17,9 @@ EDIT_TEMPLATE = (
     "<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>{}<|im_end|>\n<|im_start|>assistant\n"
 )
 NUM_EDIT_TEMPLATE_TOKENS = 64  # of the system part, and the user's first line
-_SIDE = 32  # what the sides of a prompt's image are multiples of
-_MOST_ELONGATED = 200  # times that the encoder's processor lets the longer side be the shorter one
-# Tokens of the processor, where the model would look for another image.
+_SIDE = 32  # the sides of a prompt's image are multiples of this
+_MOST_ELONGATED = 200  # the processor's largest ratio of the longer to the shorter side
+# Tokens of the processor that the model would take for another image.
 _SEEN = ("<|image_pad|>", "<|video_pad|>")
 
 
@@ -38,7 +38,7 @@ class QwenImageEditSampling(QwenImageSampling, frozen=True, kw_only=True):
         return (encoded(EDIT_TEMPLATE, text, NUM_EDIT_TEMPLATE_TOKENS),) if images else super().encoded_texts(text, 0)
 
     def refused(self, text: str, images: tuple[tuple[int, int], ...]) -> str | None:
-        """Find a token that stands for an image, and an image that is too narrow."""
+        """Find a token for an image in the text, and an image that is too narrow."""
         if not images:
             return None
         for token in _SEEN:
@@ -57,7 +57,7 @@ class QwenImageEditSampling(QwenImageSampling, frozen=True, kw_only=True):
 
 
 def sides_of(width: int, height: int, area: int) -> tuple[int, int]:
-    """Return the width and height, in pixels, to which a prompt's image is resized: about `area` pixels.
+    """Return the resized width and height of a prompt's image, in pixels: about `area` pixels in all.
 
     ValueError if it is too narrow for the model."""
     wide = math.sqrt(area * (width / height))

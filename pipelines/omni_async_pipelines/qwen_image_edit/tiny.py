@@ -18,7 +18,7 @@ from omni_async_pipelines import tiny
 from omni_async_pipelines.qwen_image import tiny as qwen_image
 from omni_async_pipelines.qwen_image_edit.sampling import EDIT_TEMPLATE, NUM_EDIT_TEMPLATE_TOKENS
 
-_SEEN = "<|vision_start|>"  # begins what is not dropped
+_SEEN = "<|vision_start|>"  # begins the part that is not dropped
 
 
 def build_components(*, vocab_size: int = 1024, **shape: Any) -> QwenImageEditPipeline:

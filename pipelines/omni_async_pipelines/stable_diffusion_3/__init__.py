@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5: a text-to-image MMDiT with two CLIP encoders, T5 and a 16-channel VAE.
+"""Supports Stable Diffusion 3 and 3.5: a text-to-image MMDiT with two CLIP encoders, T5 and a 16-channel VAE.
 
 Importing this package imports no torch."""
 

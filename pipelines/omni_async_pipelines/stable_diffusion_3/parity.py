@@ -1,4 +1,4 @@
-"""Says what `omni-async parity` compares of Stable Diffusion 3."""
+"""Defines the comparisons of `omni-async parity` for Stable Diffusion 3."""
 
 from omni_async.commands.parity.case import Case, built
 from omni_async_pipelines.stable_diffusion_3.sampling import StableDiffusion3Sampling

@@ -1,8 +1,8 @@
 """Computes conditioning, latent shape and velocity of Stable Diffusion 3.
 
-They are those of diffusers' `StableDiffusion3Pipeline`.
+All three follow diffusers' `StableDiffusion3Pipeline`.
 
-Latents are (C, H / 8, W / 8), C = 16. The transformer is fed 1000 sigma.
+Latents are (C, H / 8, W / 8), C = 16. The transformer takes 1000 sigma.
 """
 
 from __future__ import annotations

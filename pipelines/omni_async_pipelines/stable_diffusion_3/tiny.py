@@ -23,7 +23,7 @@ def build_components(*, layers: int = 3, heads: int = 2, hidden: int = 32, seed:
     """Build every part with random float32 weights and return them as a pipeline.
 
     Args:
-        layers, heads: those of the transformer, whose heads have 16 features.
+        layers, heads: the transformer's; heads have 16 features.
         hidden: features of each CLIP encoder; T5 has twice as many.
         seed: the same one gives the same weights."""
     clip, t5 = tiny.clip_tokenizer(), tiny.t5_tokenizer()

@@ -1,11 +1,11 @@
-"""Wan2.2: text-to-video of two experts by noise level (T2V-A14B) or one transformer (TI2V-5B), UMT5 and a video VAE.
+"""Supports Wan2.2 text-to-video: two experts by noise level (T2V-A14B) or one transformer (TI2V-5B), UMT5, a video VAE.
 
 Importing this package imports no torch."""
 
 from omni_async.plugins.families import PipelineFamily
 from omni_async_pipelines.wan2_2.sampling import Wan22Sampling
 
-# ComfyUI calls layers as the model's authors do.
+# ComfyUI names layers as the model's authors do.
 COMFYUI_LAYERS = tuple(
     (rf"(blocks\.\d+)\.{layer}", rf"diffusion_model.\1.{name}")
     for layer, name in (

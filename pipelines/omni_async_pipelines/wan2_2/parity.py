@@ -1,4 +1,4 @@
-"""Says what `omni-async parity` compares of Wan2.2."""
+"""Defines the comparisons of `omni-async parity` for Wan2.2."""
 
 from functools import partial
 

@@ -1,10 +1,10 @@
 """Computes conditioning, latent shape and velocity of Wan2.2 text-to-video.
 
-They are those of diffusers' `WanPipeline` with `FlowMatchEulerDiscreteScheduler` in place of its multistep solver.
+All three follow diffusers' `WanPipeline` with `FlowMatchEulerDiscreteScheduler` in place of its multistep solver.
 
 Latents are (C, (F - 1) / 4 + 1, H / s, W / s) of F frames; s = 8 and C = 16 for the 14B models, 16 and 48 for TI2V-5B.
-The 14B models have two experts: `transformer` takes sigma >= boundary_ratio, `transformer_2` what is below, each with a
-guidance scale of its own. TI2V-5B (`expand_timesteps`) has one, which is given a time per token.
+The 14B models have two experts, each with its own guidance scale: `transformer` takes sigma >= boundary_ratio,
+`transformer_2` lower ones. TI2V-5B (`expand_timesteps`) has one, which takes a time per token.
 """
 
 from __future__ import annotations

@@ -63,6 +63,6 @@ class Wan22Sampling(SamplingSpec, frozen=True, kw_only=True):
 
 
 def _pixels_per_token(checkpoint: Path) -> int:
-    """Return the side of what becomes one token, by the configuration of the checkpoint's transformer and VAE."""
+    """Return the side of a token in pixels, by the configuration of the checkpoint's transformer and VAE."""
     n: int = read_config(checkpoint, "transformer")["patch_size"][1]
     return n * int(read_config(checkpoint, "vae").get("scale_factor_spatial", 8))

@@ -26,7 +26,7 @@ def build_components(
     """Build every part with random float32 weights and return them as a pipeline.
 
     Args:
-        layers, heads: those of each transformer, whose heads have 12 features.
+        layers, heads: each transformer's; heads have 12 features.
         ti2v: one transformer with a time per token, as TI2V-5B, in place of two experts.
         corpus: prompts that the tokenizer is trained on.
         seed: the same one gives the same weights."""
@@ -63,7 +63,7 @@ def build_components(
 
 
 def expert(channels: int, layers: int, heads: int, given: int = 0) -> Any:
-    """Build a transformer of latents of so many channels, which is given some more beside them."""
+    """Build a transformer for latents of `channels` channels, which also takes `given` further channels."""
     model: Any = WanTransformer3DModel(
         num_attention_heads=heads,
         attention_head_dim=12,  # a multiple of 6: rotary positions of time, height and width

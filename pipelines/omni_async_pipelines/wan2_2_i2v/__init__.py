@@ -1,4 +1,4 @@
-"""Wan2.2 image-to-video (I2V-A14B): Wan2.2's two experts, which are also given a prompt's image as the first frame.
+"""Supports Wan2.2 image-to-video (I2V-A14B): Wan2.2's two experts, which also take a prompt's image as the first frame.
 
 Importing this package imports no torch."""
 

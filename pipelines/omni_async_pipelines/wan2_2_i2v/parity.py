@@ -1,4 +1,4 @@
-"""Says what `omni-async parity` compares of Wan2.2 image-to-video: images larger and smaller than their videos."""
+"""Defines the comparisons of `omni-async parity` for Wan2.2 image-to-video: images larger and smaller than videos."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ class _Upstream(Upstream):
         from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
 
         super().__init__(path)
-        # It stops without ftfy, which the text-to-video pipeline goes without, as the codec does.
+        # It fails without ftfy; the text-to-video pipeline, like the codec, works without.
         pipeline_wan_i2v.basic_clean = pipeline_wan.basic_clean
 
 

@@ -1,9 +1,9 @@
 """Computes conditioning, latent shape and velocity of Wan2.2 image-to-video.
 
-They are those of diffusers' `WanImageToVideoPipeline` with one image, the first frame, and
-`FlowMatchEulerDiscreteScheduler` in place of its multistep solver. Latents, schedule and experts are those of Wan2.2
-text-to-video; an expert takes 4 + C more channels, which are the same at every step: a mask of the frames that are
-given, and the latents of a video whose first frame is the image and whose others are grey.
+All three follow diffusers' `WanImageToVideoPipeline` with one image, the first frame, and
+`FlowMatchEulerDiscreteScheduler` in place of its multistep solver. Latents, schedule and experts are as in Wan2.2
+text-to-video. An expert takes 4 + C more channels, which are the same at every step: a mask of the given frames, and
+the latents of a video whose first frame is the image and whose other frames are grey.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Wan22I2VCodec(Wan22Codec):
 class Wan22I2VPolicy(Wan22Policy):
     """A policy, see `omni_async.diffusion.policy.Policy`.
 
-    Conditioning: that of Wan2.2, and `condition` (4 + C, (F - 1) / 4 + 1, H / 8, W / 8): the mask and the image's
+    Conditioning: as in Wan2.2, and `condition` (4 + C, (F - 1) / 4 + 1, H / 8, W / 8): the mask and the image's
     latents."""
 
     codec = Wan22I2VCodec

@@ -22,7 +22,7 @@ def build_components(*, layers: int = 2, heads: int = 2, seed: int = 0) -> WanIm
     """Build every part with random float32 weights and return them as a pipeline.
 
     Args:
-        layers, heads: those of each transformer, whose heads have 12 features.
+        layers, heads: each transformer's; heads have 12 features.
         seed: the same one gives the same weights."""
     made: Any = text_to_video.build_components(layers=layers, heads=heads, seed=seed)
     channels = made.vae.config.z_dim

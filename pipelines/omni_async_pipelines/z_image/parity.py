@@ -1,4 +1,4 @@
-"""Says what `omni-async parity` compares of Z-Image."""
+"""Defines the comparisons of `omni-async parity` for Z-Image."""
 
 from omni_async.commands.parity.case import Case, built
 from omni_async_pipelines.z_image.sampling import ZImageSampling

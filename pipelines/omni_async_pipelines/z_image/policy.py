@@ -1,9 +1,9 @@
 """Computes conditioning, latent shape and velocity of Z-Image.
 
-They are those of diffusers' `ZImagePipeline`.
+All three follow diffusers' `ZImagePipeline`.
 
-Latents are (C, H / 8, W / 8), C = 16. The transformer takes lists, of images and of captions of any lengths, and time
-the other way round: it is fed 1 - sigma and returns x0 - eps.
+Latents are (C, H / 8, W / 8), C = 16. The transformer takes lists, of images and of captions of any lengths, and its
+time is reversed: it takes 1 - sigma and returns x0 - eps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ZImageCodec(ImageCodec):
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True, enable_thinking=True
         )
         tokens = self.tokenizer(chat, truncation=True, max_length=spec.max_sequence_length, return_tensors="pt")
-        # Without padding, which causal attention never looks at, and without the language-model head.
+        # Without padding, which causal attention never reads, and without the language-model head.
         states = self.text_encoder.model(tokens.input_ids.to(self.vae.device), output_hidden_states=True).hidden_states
         return {"embeds": states[-2][0].clone()}
 
@@ -42,7 +42,7 @@ class ZImageCodec(ImageCodec):
 class ZImagePolicy(DiffusersPolicy):
     """A policy, see `omni_async.diffusion.policy.Policy`.
 
-    Conditioning: `embeds` (L, E) of the prompt and the negative one, which stay as long as they are."""
+    Conditioning: `embeds` (L, E) of the prompt and the negative one, without padding."""
 
     denoiser = "ZImageTransformer2DModel"
     parts: ClassVar = {

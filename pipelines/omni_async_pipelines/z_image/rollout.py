@@ -17,7 +17,7 @@ from omni_async_pipelines.z_image.sampling import CAPTION_TOKENS, ZImageSampling
 
 class _NativePolicy(ZImagePolicy):
     def call(self, denoiser: torch.nn.Module, **inputs: Any) -> Any:
-        """Run rows together whose captions take the same number of tokens: vLLM-Omni's attention masks no padding."""
+        """Run rows together if their captions take equally many tokens: vLLM-Omni's attention masks no padding."""
         latents, times, captions = (inputs[name] for name in ("hidden_states", "t", "cap_feats"))
         rows_of: dict[int, list[int]] = {}
         for row, caption in enumerate(captions):
@@ -31,7 +31,7 @@ class _NativePolicy(ZImagePolicy):
 
 class _NativePipeline(pipeline_z_image.ZImagePipeline):
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
-        """Build the denoiser with the checkpoint's sizes, in place of those of the published model."""
+        """Build the denoiser with the checkpoint's sizes, in place of the published model's."""
         native = pipeline_z_image.ZImageTransformer2DModel
         sizes = get_transformer_config_kwargs(od_config.tf_model_config, native)
         pipeline_z_image.ZImageTransformer2DModel = partial(native, **sizes)

@@ -37,7 +37,7 @@ class ZImageSampling(ImageSampling, frozen=True, kw_only=True):
             caption, rows, columns = map(int, read_config(checkpoint, "transformer")["axes_lens"])
         except (KeyError, TypeError, ValueError) as error:
             return f"height: {checkpoint} does not say how large its images may be ({error!r} in a config.json)"
-        # The image's tokens stand behind the caption's, which begin at 1.
+        # The image's tokens follow the caption's, which begin at 1.
         most = {"max_sequence_length": (caption - 2) // CAPTION_TOKENS * CAPTION_TOKENS}
         most |= {"height": rows * PIXELS_PER_TOKEN, "width": columns * PIXELS_PER_TOKEN}
         for key, longest in most.items():

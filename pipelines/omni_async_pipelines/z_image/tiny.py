@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from omni_async_pipelines import tiny
 
 _VOCABULARY = 300
-# Qwen3's for one message with thinking on, which is when it adds nothing of its own.
+# Qwen3's for one message with thinking on, because Qwen3's template then adds no further text.
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -26,7 +26,7 @@ def build_components(*, layers: int = 2, heads: int = 4, hidden: int = 64, seed:
     """Build every part with random float32 weights and return them as a pipeline.
 
     Args:
-        layers, heads: those of the transformer, whose heads have 16 features.
+        layers, heads: the transformer's; heads have 16 features.
         hidden: features of the text encoder.
         seed: the same one gives the same weights."""
     # Trained on no prompt: a letter is a token, and captions of a few words are padded to 32 tokens, or to 64.
