@@ -30,7 +30,7 @@ class Blame:
         self._enough = min(_ALL_WRONG, at_once)
         self._down: set[str] = set()
         self._proven: set[str] = set()
-        # Kind, group and prompt of samples with a permanent failure.
+        # Kind, group and prompt of samples that were rejected, or failed twice with the same error.
         self._wrong: set[tuple[str, int, int]] = set()
         self.has_scored = has_scored
 
