@@ -1,9 +1,11 @@
-"""Turns a YAML file and command-line overrides into one validated `Config`, instantly: imports neither torch nor Ray.
+"""Turns a YAML file and command-line overrides into one validated `Config`, quickly: imports neither torch nor Ray.
 
-`load` reads a file (see `load.py`), `of_tree` takes a recipe in memory, `of_model` a model without a recipe, and each
-mistake is a `ConfigError` of one line; `check` names the first combination that cannot work,
-`with_spec` and `with_settings` give the sections that a model family and an objective bring, `resolved_yaml` writes a
-configuration that `load` reads back.
+- `load` reads a file (see `load.py`), `of_tree` takes a recipe in memory, `of_model` a model without a recipe.
+  Each mistake is a `ConfigError` of one line.
+- `check` names the first combination that cannot work.
+- `with_spec` and `with_settings` decode the sections defined by a model family and an objective.
+- `resolved_yaml` writes a configuration that `load` reads back.
+
 `schema.py` has all keys.
 """
 

@@ -25,55 +25,55 @@ class Advantage(Section, kw_only=True, frozen=True):
     clip_max: Positive = 5.0
     """Advantages are clamped to +-clip_max."""
     aggregate: Literal["rewards", "advantages", "gdpo"] = "rewards"
-    """Several scorers. `rewards`: advantage of the weighted sum. `advantages`: weighted sum of each scorer's own
-    advantages (MixGRPO). `gdpo`: that, whitened over the update (GDPO)."""
+    """With several scorers, `rewards`: advantage of the weighted sum. `advantages`: weighted sum of each scorer's own
+    advantages (MixGRPO). `gdpo`: the same, whitened over the update (GDPO)."""
     track_prompts: bool = False
-    """Means (and group stds) over all rewards a prompt has had in this run, not this update's alone."""
+    """Compute means (and group stds) over all rewards of a prompt in this run, not of this update alone."""
     drop_zero_variance: bool = True
     """Reject groups whose rewards are all equal: they carry no signal (with track_prompts they do)."""
 
 
 class Correction(Section, kw_only=True, frozen=True):
-    """The off-policy correction: the policy the ratio is taken to, and what happens to samples far from it."""
+    """The off-policy correction: the denominator of the ratio, and the treatment of samples far from it."""
 
     mode: Literal["auto", "none", "bypass", "decoupled", "interpolated"] = "auto"
-    """`auto`: bypass up to S = 4, decoupled with tempered weights and kappa_nats 2 beyond: what served best at this
-    staleness.max_updates. Where rounding alone puts more than 5 % of the first update's rows outside the clip
-    range or the mask, `auto` becomes decoupled, without kappa_nats. `bypass`: ratio to the behaviour policy.
-    `decoupled`: ratio to the proximal policy (the weights at the start of the update), times an importance weight
-    proximal / behaviour. `interpolated`: the same with the proximal log-prob estimated from the other two. `none`:
-    ratio to the proximal policy and no weight, as if samples were fresh."""
+    """`auto`: the best measured mode for staleness.max_updates: bypass up to S = 4, beyond it decoupled with tempered
+    weights and kappa_nats 2. If rounding alone puts more than 5 % of the first update's rows outside the clip range or
+    the mask, `auto` becomes decoupled, without kappa_nats. `bypass`: ratio to the behaviour policy. `decoupled`: ratio
+    to the proximal policy (the weights at the start of the update), times an importance weight proximal / behaviour.
+    `interpolated`: the same with the proximal log-prob estimated from the other two. `none`: ratio to the proximal
+    policy without a weight, as if samples were fresh."""
     weights: Literal["none", "importance", "tempered"] = "none"
-    """`importance`: w = exp(L), L the log-ratio proximal / behaviour. `tempered`: exp(gamma L), gamma in (0, 1] chosen
-    from the update so that the effective sample size of the rows no mask drops is `ess_target`."""
+    """`importance`: w = exp(L), L the log-ratio proximal / behaviour. `tempered`: exp(gamma L), with gamma in (0, 1]
+    chosen per update so that the effective sample size of the unmasked rows is `ess_target`."""
     level: Literal["step", "trajectory", "sequence"] = "step"
-    """`step`: a weight per denoising step. The others: one per sample, from all its trained steps; `trajectory` from
-    the sum of L, or the mean of L / D with log_ratio `mean`; `sequence` from the sum of L / D (VeRL-Omni)."""
+    """`step`: a weight per denoising step. The others: a weight per sample, from all its trained steps; `trajectory`
+    from the sum of L, or the mean of L / D with log_ratio `mean`; `sequence` from the sum of L / D (VeRL-Omni)."""
     log_ratio: Literal["sum", "mean"] = "sum"
-    """`sum`: L in nats over all latent elements, a true log-ratio. `mean`: L / D, per element (geometric), as published
-    code does; nearly a no-op."""
+    """`sum`: L in nats over all latent elements, a true log-ratio. `mean`: L / D, per element (geometric), as in
+    published code; nearly a no-op."""
     ess_target: Annotated[float, Meta(gt=0, lt=1)] = 0.7
-    """Effective sample size, as a fraction, that tempering aims at."""
+    """Target of tempering for the effective sample size, as a fraction."""
     cap: Positive | None = 2.0
-    """Truncate weights at this; null leaves them."""
+    """Truncate weights at this; null does not truncate."""
     band: tuple[Positive, Positive] | None = None
     """Weights outside [lo, hi] become 0 (IcePop)."""
     normalise: bool | None = None
-    """Divide weights by their mean over the rows that `denominator` counts; null: tempered ones only."""
+    """Divide weights by their mean over the rows that `denominator` counts; null: only tempered weights."""
     kappa_nats: Positive | None = None
     """Mask steps whose exact Gaussian KL between proximal and behaviour policy exceeds this many nats (D kappa)."""
     m2: Positive | None = None
     """M2PO: mask the largest squared log-ratios until the mean of the rest is below this."""
     k1: tuple[Positive, Positive] | None = None
-    """Reject where the ratio exp(L) leaves [lo, hi]."""
+    """Reject rows whose ratio exp(L) is outside [lo, hi]."""
     k2: Positive | None = None
-    """Reject where L^2 / 2 exceeds this."""
+    """Reject rows whose L^2 / 2 exceeds this."""
     k3: Positive | None = None
-    """Reject where exp(L) - 1 - L exceeds this."""
+    """Reject rows whose exp(L) - 1 - L exceeds this."""
     reject_level: Literal["step", "sum", "mean", "max"] = "step"
-    """k1, k2, k3 of each step alone, or of a whole sample: the sum, mean or maximum over its steps."""
+    """Apply k1, k2, k3 to each step, or to a whole sample: the sum, mean or maximum over its steps."""
     denominator: Literal["kept", "all"] = "kept"
-    """Average over what is left, or over all rows as published code does (the gradient shrinks)."""
+    """Average over the unmasked rows, or over all rows as in published code (the gradient shrinks)."""
 
     @property
     def normalises(self) -> bool:
@@ -81,28 +81,28 @@ class Correction(Section, kw_only=True, frozen=True):
 
     @property
     def needs_update(self) -> bool:
-        """Whether a row's correction depends on the other rows of its update.
+        """Return whether a row's correction depends on the other rows of its update.
 
-        Then all must be known before the first gradient."""
+        All rows must then be known before the first gradient."""
         return self.weights == "tempered" or self.m2 is not None
 
     @property
     def masks(self) -> bool:
-        """Whether any rule may mask rows."""
+        """Return whether any rule may mask rows."""
         return any(rule is not None for rule in (self.kappa_nats, self.m2, self.k1, self.k2, self.k3, self.band))
 
 
-# The largest S at which taking the ratio to the behaviour policy served at least as well as anything else
+# The largest S at which the ratio to the behaviour policy was at least as good as every other mode
 # (docs/algorithms/correction.md).
 _BYPASS_UP_TO = 4
 
 
 def automatic_correction(max_updates: int, rounds: bool = False) -> Correction:
-    """Return the correction that mode `auto` resolves to.
+    """Return the correction of mode `auto`.
 
     Args:
         max_updates: the staleness budget.
-        rounds: engine and trainer round so differently that a ratio between them, or a bound on its KL, holds back
+        rounds: engine and trainer round so differently that a clip range on their ratio, or a bound on its KL, excludes
             rows that no update has moved (`omni_async.algorithms.mismatch`)."""
     if max_updates <= _BYPASS_UP_TO:
         return Correction(mode="decoupled" if rounds else "bypass")
@@ -119,14 +119,14 @@ class Guard(Section, kw_only=True, frozen=True):
     scale: Literal["batch", "sample"] = "batch"
     """Normalise ratios by the micro-batch's mean step scale (VeRL-Omni) or each row's own (Flow-Factory)."""
     divide: bool = True
-    """Divide the loss by the squared root step size, which equalises steps (VeRL-Omni does, Flow-Factory not)."""
+    """Divide the loss by the squared root step size, which equalises steps (as VeRL-Omni, unlike Flow-Factory)."""
 
 
 class Dppo(Section, kw_only=True, frozen=True):
     kappa_max: Positive = 1e-5
-    """Rows drift no further than this KL per latent element."""
+    """Largest KL per latent element that rows may drift."""
     kappa_max_nats: Positive | None = None
-    """The same in nats of the whole sample; wins over kappa_max."""
+    """The same in nats of the whole sample; replaces kappa_max."""
     width: Literal["transition", "unit"] = "transition"
     """KL with the transition's own variance, or with variance 1 (VeRL-Omni: add_kl_coefficient)."""
 
@@ -137,7 +137,7 @@ class Nft(Section, kw_only=True, frozen=True):
     adv_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
     """The part of the advantage that counts."""
     decay: Literal["none", "slow", "late"] = "slow"
-    """How slowly the old policy, which draws the samples, follows: `none` at once (type 0); `slow` min(.001 u, .5)
+    """Decay with which the old policy, which generates the samples, follows: `none` 0 (type 0); `slow` min(.001 u, .5)
     after u updates (type 1); `late` 0 for 75 updates, then min(.0075 (u - 75), .999) (type 2)."""
 
 
@@ -149,17 +149,17 @@ class Awm(Section, kw_only=True, frozen=True):
     ratio: Literal["exp_first", "sum_first"] = "exp_first"
     """A ratio per noise draw, or one per sample from the mean over its draws."""
     advantage_max: Positive | None = 1.0
-    """Rescale advantages from +-clip_max to +-this; null leaves them."""
+    """Rescale advantages from +-clip_max to +-this; null does not rescale."""
     clip_range: Positive = 1.0
     """PPO clip range; the log-ratio is of order 1 here, so 1 hardly clips."""
     ema_coef: Coefficient = 0.0
     """Weight of the pull to the moving average (needs trainer.ema)."""
     ema_coef_end: Coefficient | None = None
-    """Reached linearly at the last update; null keeps it constant."""
+    """Value of ema_coef at the last update, reached linearly; null keeps it constant."""
     kl_form: Literal["velocity", "elbo"] = "velocity"
-    """`velocity`: squared velocity difference; `elbo`: that over 2 std^2."""
+    """`velocity`: squared velocity difference; `elbo`: the same over 2 std^2."""
     off_policy: bool = False
-    """Ratio to the policy at the start of the update, computed again, instead of to a detached copy."""
+    """Ratio to the recomputed policy at the start of the update, instead of to a detached copy."""
 
 
 class Dpo(Section, kw_only=True, frozen=True):
@@ -175,9 +175,9 @@ class Forward(Section, kw_only=True, frozen=True):
     """Sigmas of the objectives that noise final latents themselves."""
 
     draws: Annotated[int, most(10_000, ge=1)] | None = None
-    """Noise draws per sample; null: timestep_fraction of the sampling steps. More than there are sigmas repeat them."""
+    """Noise draws per sample; null: timestep_fraction of the sampling steps. More draws than sigmas repeat sigmas."""
     sigmas: Literal["schedule", "schedule_wo_first", "logit_normal"] = "schedule"
-    """The sampler's own sigmas in random order, with or without the first; or stratified logit-normal."""
+    """The sampler's sigmas in random order, with or without the first; or stratified logit-normal."""
     shift: Positive = 3.0
     """Shift of `logit_normal` sigmas."""
 
@@ -188,19 +188,19 @@ class Algorithm(Section, kw_only=True, frozen=True):
     clip_range: Positive | None = None
     """PPO clip range c on r, the exponential of the mean log-ratio per latent element: [1 - c, 1 + c]."""
     clip_range_nats: Positive | None = None
-    """The same on L, the log-ratio of the whole sample in nats: [-c, c], whatever the resolution, the transition and
-    the step."""
+    """The same on L, the log-ratio of the whole sample in nats: [-c, c], independent of the resolution, the transition
+    and the step."""
     kl_coef: Coefficient = 0.0
     """Weight of the KL (or squared velocity difference) to the reference policy."""
     kl_form: Literal["published", "exact", "mean"] = "published"
-    """`published`: variance without the step size, as flow_grpo; `exact`: the Gaussian KL; `mean`: squared difference
-    of means alone."""
+    """`published`: variance without the step size, as in flow_grpo; `exact`: the Gaussian KL; `mean`: squared
+    difference of means alone."""
     timestep_fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Share of a sample's trainable steps that is trained, drawn anew for every sample."""
+    """Share of a sample's trainable steps that is trained, drawn separately for every sample."""
     unconditional_gradient: bool = True
-    """Let the gradient through guidance's unconditional branch: the exact derivative. flow_grpo detaches it."""
+    """Propagate the gradient through guidance's unconditional branch: the exact derivative. flow_grpo detaches it."""
     advantage: Advantage = Advantage()
-    """From rewards to advantages."""
+    """Computation of advantages from rewards."""
     correction: Correction = Correction()
     """Off-policy correction."""
     forward: Forward = Forward()
@@ -218,4 +218,4 @@ class Algorithm(Section, kw_only=True, frozen=True):
     dpo: Dpo = Dpo()
     """diffusion_dpo."""
     settings: Any = msgspec.field(default_factory=dict)
-    """Settings of an objective of another package; the keys are its own, and `omni-async list` shows them."""
+    """Settings of an objective of another package, which defines the keys; `omni-async list` shows them."""

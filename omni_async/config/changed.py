@@ -1,4 +1,4 @@
-"""Finds what a configuration sets: its values other than the defaults."""
+"""Finds the values of a configuration that differ from the defaults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from omni_async.config.section import Section
 
 
 def changed(section: Section) -> dict[str, Any]:
-    """Return the values of a section that are not the defaults, as plain ones; of lists of sections, item by item."""
+    """Return the values of a section that differ from the defaults, as plain values; lists of sections item by item."""
     found = {}
     for field in msgspec.structs.fields(section):
         value, default = getattr(section, field.name), field.default

@@ -1,4 +1,4 @@
-"""Refuses combinations that cannot work, each with the reason and the way out.
+"""Refuses combinations that cannot work, each with the reason and a solution.
 
 Bounds of single values are in the schema.
 """
@@ -137,7 +137,7 @@ def _staleness(c: Config) -> Iterator[str]:
 
 
 def _media_bytes(c: Config) -> int:
-    """Return the bytes of the largest sample's images and videos, uint8; 0 where they are not known yet."""
+    """Return the bytes of the largest sample's images and videos, uint8; 0 if they are unknown."""
     specs = [spec for spec in c.rollout.specs if isinstance(spec, SamplingSpec) and c.emulation is None]
     return max(
         (sum(math.prod(part.shape) for part in spec.media() if part.part != "audio") for spec in specs), default=0
@@ -184,7 +184,7 @@ def _training(c: Config) -> Iterator[str]:
             f"buffer.groups: {c.buffer.groups} is less than one update's groups_per_update = {t.groups_per_update},"
             " which streaming: off collects first"
         )
-    # Ranks without accelerators of their own compute on the CPU; in one process only the machine tells.
+    # Ranks without accelerators compute on the CPU; in one process this is known only at runtime.
     on_cpu = c.run.runtime == "ray" and c.placement.trainer.gpus == 0
     try:
         find_backend(t.backend, workers=t.workers, offload=t.offload, on_cpu=on_cpu)

@@ -1,6 +1,4 @@
-"""Decodes JSON and MessagePack from elsewhere within bounds.
-
-A few bytes can expand to many times their size in memory."""
+"""Decodes foreign JSON and MessagePack within bounds, because a few bytes can expand to many times their size."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ T = TypeVar("T")
 
 # A value takes up to 100 bytes of memory and as little as two in a file.
 MOST_VALUES = 1_000_000
-# By a value's first byte: how many bytes its length has, how many follow in any case, and, times its length, how many
-# values and how many bytes follow.
+# By a value's first byte: (bytes of its length field, bytes that always follow, values per unit of length, bytes per
+# unit of length).
 _HEADS = (
     dict.fromkeys(range(0xC0, 0xC4), (0, 0, 0, 0))
     | {0xC4 + i: (2**i, 0, 0, 1) for i in range(3)}  # bytes
@@ -25,7 +23,7 @@ _HEADS = (
     | {0xDC + i: (2 + 2 * i, 0, 1, 0) for i in range(2)}  # arrays
     | {0xDE + i: (2 + 2 * i, 0, 2, 0) for i in range(2)}  # maps
 )
-_TEXTS = (0xD9, 0xDB)  # but those of up to 31 bytes
+_TEXTS = (0xD9, 0xDB)  # texts longer than 31 bytes
 _CONTINUED = bytes(range(0x80, 0xC0))  # the bytes of a character of UTF-8 after its first
 
 
@@ -34,18 +32,18 @@ def decode_json(content: bytes | bytearray, kind: type[T] | Any = Any, most: int
 
     Args:
         content: UTF-8.
-        kind: what msgspec decodes to.
-        most: how many values there may be. Commas and brackets are counted, also inside texts, so slightly fewer are
+        kind: the type for msgspec.
+        most: the largest number of values. Commas and brackets are counted, also inside texts, so slightly fewer are
             allowed.
 
-    Raises msgspec.DecodeError: it is not JSON, not of `kind`, nested too deeply, or has too many values."""
+    Raises msgspec.DecodeError if it is not JSON, not of `kind`, nested too deeply, or has too many values."""
     if num_values(content) > most:
         raise msgspec.DecodeError(f"more than {most} values")
     return _decoded(msgspec.json.decode, content, kind)
 
 
 def num_values(content: bytes | bytearray) -> int:
-    """Return how many values JSON has at most, as `decode_json` counts them."""
+    """Return an upper bound of the number of values in JSON, as `decode_json` counts them."""
     return sum(map(content.count, (b",", b"[", b"{")))
 
 
@@ -56,18 +54,18 @@ def decode_msgpack(
 
     Args:
         content: one value.
-        kind: what msgspec decodes to.
-        most: how many values there may be, keys included.
-        longest: how many characters a text may have; None: any number.
+        kind: the type for msgspec.
+        most: the largest number of values, keys included.
+        longest: the largest number of characters in a text; None: no limit.
 
-    Raises msgspec.DecodeError: it is not MessagePack, not of `kind`, nested too deeply, or has too many values or too
+    Raises msgspec.DecodeError if it is not MessagePack, not of `kind`, nested too deeply, or has too many values or too
     long a text."""
     widening(content, most, longest)
     return _decoded(msgspec.msgpack.decode, content, kind)
 
 
 def _decoded(decode: Any, content: bytes | bytearray, kind: Any) -> Any:
-    """Decode, with msgspec.DecodeError as the only exception."""
+    """Decode; raise no exception other than msgspec.DecodeError."""
     try:
         return decode(content, type=kind)
     except RecursionError:
@@ -79,10 +77,10 @@ def _decoded(decode: Any, content: bytes | bytearray, kind: Any) -> Any:
 def widening(content: bytes | bytearray, most: int, longest: int | None = None) -> int:
     """Return how many bytes the texts of MessagePack may take in memory beyond their encoded size.
 
-    Python gives each character of a text as many bytes as the widest of them needs. Steps over other values.
+    Python gives each character of a text as many bytes as its widest character needs. Other values are skipped.
 
-    Raises msgspec.DecodeError: MessagePack has, or claims to have, more than `most` values, or a text of more than
-    `longest` characters."""
+    Raises msgspec.DecodeError if MessagePack has, or claims to have, more than `most` values, or has a text of more
+    than `longest` characters."""
     at, seen, left, size, wide = 0, 0, 1, len(content), 0
     while left and at < size:
         seen += 1

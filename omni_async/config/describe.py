@@ -1,4 +1,4 @@
-"""Describes in words the values that a field allows: for error messages and for the generated reference."""
+"""Describes in words the values that a field allows, for error messages and the generated reference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _extra(meta: msgspec.Meta, key: str) -> Any:
 def describe(annotation: Any, value: Any = None) -> str:
     """Describe the allowed values of an annotation: `float > 0 or null`, `one of 'ray', 'inprocess'`, `list of 2 int`.
 
-    Bounds that only keep absurd values out are named where `value` may have left them."""
+    Bounds that only exclude absurd values are named only if `value` may exceed them."""
     base, metas = _strip(annotation)
     origin, args = get_origin(base), get_args(base)
     bounds = [_bound(meta, key) for meta in metas for key in _BOUNDS if _matters(meta, key, value)]
@@ -79,19 +79,19 @@ def _is_above(meta: msgspec.Meta, value: Any) -> bool:
 
 
 def reason(annotation: Any, value: Any) -> str:
-    """Return the reason why `value` is too large; empty where the bound needs none."""
+    """Return the reason why `value` is too large; empty if the bound has no reason."""
     return next((why for m in _strip(annotation)[1] if (why := _extra(m, "why")) and _is_above(m, value)), "")
 
 
 def description(annotation: Any) -> str:
-    """Return the documentation attached to a field, or to what it is if it is not null; or an empty string."""
+    """Return the documentation attached to a field, or to its non-null type; or an empty string."""
     base, metas = _strip(annotation)
     inner = (description(a) for a in get_args(base) if type(None) in get_args(base))
     return next(filter(None, (*(m.description for m in reversed(metas)), *inner)), "")
 
 
 def struct_of(annotation: Any) -> type[msgspec.Struct] | None:
-    """Return the section a field holds (through Annotated, Optional and tuple), if it holds one."""
+    """Return the section that a field contains (through Annotated, Optional and tuple); None if there is no section."""
     base, _ = _strip(annotation)
     if isinstance(base, type) and issubclass(base, msgspec.Struct):
         return base
@@ -107,7 +107,7 @@ def _items_of(annotation: Any) -> tuple[Any, ...]:
 
 
 def names_in(annotation: Any) -> list[str]:
-    """Return the names that a field may be, through Annotated and Optional."""
+    """Return the names that a field accepts, through Annotated and Optional."""
     base, _ = _strip(annotation)
     if get_origin(base) is Literal:
         return [name for name in get_args(base) if isinstance(name, str)]
@@ -155,7 +155,7 @@ def walk(section: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str,
 
 @cache
 def _texts_below(section: type) -> dict[str, str]:
-    """Return the text below each field that a class itself has. Without its source there are none."""
+    """Return the text below each field of the class body; empty without the source."""
     try:
         [found] = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     except (OSError, TypeError, SyntaxError):

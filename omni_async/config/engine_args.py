@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from omni_async.config.schema import Config
 
-# The arguments that `omni_async.rollout.vllm_omni_engine` sets, and the key that decides each.
+# The arguments that `omni_async.rollout.vllm_omni_engine` sets, and the key that controls each.
 SET_BY_THE_RUN = {
     "model": "model.path",
     "dtype": "model.dtype",
@@ -22,8 +22,8 @@ SET_BY_THE_RUN = {
     "num_gpus": "placement.rollout.gpus",
     "worker_extension_cls": None,
 }
-# A version arrives in the engine's process and is loaded into the weights there, under their checkpoint's names and in
-# their dtype. Workers in other processes, and weights that are kept elsewhere or in another form, would not get it.
+# A version is loaded into the weights in the engine's process, under their checkpoint names and in their dtype. Workers
+# in other processes, and weights that are kept elsewhere or in another form, would not get it.
 _LOADED_ELSEWHERE = {
     *("parallel_config", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
     *("sequence_parallel_size", "ulysses_degree", "ring_degree", "allgather_degree", "cfg_parallel_size"),
@@ -33,7 +33,7 @@ _LOADED_ELSEWHERE = {
     *("enable_distributed_layerwise_offload", "diffusion_offload_config", "host_weight_runtime_mode"),
 }
 
-# Each holds further arguments, or names a file that does, and those would not be checked.
+# Each contains further arguments, or names a file of arguments, which would not be checked.
 _HOLD_OTHERS = {"stage_overrides", "deploy_config", "strategy_config", "stage_configs_path", "model_class_name"}
 # They skip or approximate computation that the trainer repeats exactly.
 _APPROXIMATE = {"cache_backend", "cache_config", "diffusion_kv_cache_dtype", "fastvideo_vsa_topk"}
@@ -42,7 +42,7 @@ _NOT_THE_POLICY = "it approximates the denoiser, so samples would not be the tra
 
 
 def engine_problems(c: Config) -> Iterator[str]:
-    """Yield what is wrong with `rollout.engine_args`, `attention_backend` and `compile`."""
+    """Yield error texts for `rollout.engine_args`, `attention_backend` and `compile`."""
     rollout = c.rollout
     for name in rollout.engine_args:
         key = f"rollout.engine_args.{name}"

@@ -1,4 +1,4 @@
-"""Finds checkpoints that were downloaded from a model hub. Nothing is downloaded here: runs start without a network."""
+"""Finds checkpoints that were downloaded from a model hub. Downloads nothing: runs start without a network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def downloaded(given: str) -> Path | None:
-    """Return the folder of the hub's cache on this machine with the checkpoint `given`, `owner/name`; None if none."""
+    """Return the folder of the checkpoint `given` (`owner/name`) in this machine's hub cache; None if it is missing."""
     if not _ID.fullmatch(given):
         return None
     from huggingface_hub import snapshot_download
@@ -23,7 +23,7 @@ def downloaded(given: str) -> Path | None:
 
 
 def no_checkpoint(folder: Path) -> str:
-    """Say that `folder` is no checkpoint, and how to get one where there is no folder."""
+    """Return the error for a `folder` without a checkpoint; for a missing folder, with a way to get a checkpoint."""
     why = f"model.path: {folder} is not a checkpoint folder in diffusers layout: it has no model_index.json"
     if folder.exists():
         return why
@@ -31,10 +31,10 @@ def no_checkpoint(folder: Path) -> str:
 
 
 def how_to_get(folder: Path) -> str:
-    """Say that there is no such folder, and how a checkpoint of a hub gets there, or is found by its name.
+    """Return the error for a missing folder, with the ways to download a hub's checkpoint to it or to name it.
 
-    A relative `owner/name` is what somebody typed, and may be a hub's. What a recipe says is absolute by now, and names
-    no owner: `models` in `../../models/Qwen-Image` is none."""
+    A relative `owner/name` was typed by a user, and may be a hub's name. A recipe's path is absolute here, and its
+    parts name no owner: `models` in `../../models/Qwen-Image` is no owner."""
     if not folder.parent.exists() and _ID.fullmatch(str(folder)):
         return (
             f"there is no folder {folder}, nor a checkpoint of that name in the hub's cache on this machine, where"

@@ -1,7 +1,7 @@
-"""Says where one trainer rank stands among all.
+"""Defines the place of a trainer rank among all ranks.
 
-Which rows it trains, with whom it shares a sequence, over how many ranks a copy of the weights is spread. Torch-free,
-so that validation and the simulation ask the same as the ranks.
+It defines the rows that the rank trains, the ranks that share its sequence, and the ranks that share a copy of the
+weights. Torch-free, so that validation and the simulation use the same layout as the ranks.
 
 Ranks are numbered by node, and neighbours share most: with 8 ranks, `sequence` 2 and `shard` 4
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """The place of `rank` among `world_size` trainer ranks. ValueError for a degree that does not divide them."""
+    """The place of `rank` among `world_size` trainer ranks. A degree that does not divide them raises ValueError."""
 
     rank: int = 0
     world_size: int = 1
@@ -38,22 +38,22 @@ class ParallelLayout:
 
     @classmethod
     def of(cls, trainer: Trainer, rank: int = 0) -> ParallelLayout:
-        """Return the place of `rank` in the layout that the section `trainer` asks for."""
+        """Return the place of `rank` in the layout of the section `trainer`."""
         return cls(rank, trainer.workers, trainer.sequence_parallel, trainer.shard)
 
     @property
     def data_rank(self) -> int:
-        """Return the number of this rank's sequence group: its ranks train the same rows."""
+        """Return the number of this rank's sequence group, whose ranks train the same rows."""
         return self.rank // self.sequence
 
     @property
     def data_size(self) -> int:
-        """Return the number of sequence groups: rows are dealt over them."""
+        """Return the number of sequence groups, over which rows are dealt."""
         return self.world_size // self.sequence
 
     @property
     def leads_sequence(self) -> bool:
-        """Return whether this rank is the first of its sequence group: what all its ranks know counts once."""
+        """Return whether this rank is the first of its sequence group, which alone counts shared numbers."""
         return self.rank % self.sequence == 0
 
     @property
@@ -67,10 +67,10 @@ class ParallelLayout:
         return self.world_size // self.shard_size
 
     def dealt(self, number: int, start: int = 0) -> range:
-        """Return which of `number` items this rank takes.
+        """Return the indices, among `number` items, that this rank takes.
 
-        Items are dealt in turn over the data ranks, and the first of these is item `start` of the deal: groups that
-        follow each other are dealt on, so that ranks which do not divide a group take equal shares of an update."""
+        Items are dealt in turn over the data ranks, and the first item has position `start` in the deal. Successive
+        groups continue the deal, so ranks that do not divide a group still take equal shares of an update."""
         return range((self.data_rank - start) % self.data_size, number, self.data_size)
 
     def most(self, number: int) -> int:
@@ -78,18 +78,18 @@ class ParallelLayout:
         return -(-number // self.data_size)
 
     def slowest_share(self, number: int) -> float:
-        """Return the work of the rank that has most of `number` items, in items.
+        """Return the work, in items, of the rank that has most of `number` items.
 
-        Ranks that share a sequence do an equal part of each."""
+        Ranks that share a sequence do an equal part of each item."""
         return self.most(number) / self.sequence
 
     def in_order(self, shares: Sequence[Sequence[T]], number: int, start: int = 0) -> list[T]:
-        """Put what the ranks have of the items that `dealt` gave them back into the order of all `number` items.
+        """Put the ranks' values for their `dealt` items back into the order of all `number` items.
 
         Args:
-            shares: what each rank has, in the order of the ranks. The first rank of a sequence group speaks for it; a
-                rank without an item is not asked.
-            number, start: as `dealt` took them."""
+            shares: each rank's values, in the order of the ranks. Only the first rank of a sequence group counts, and
+                only if it has an item.
+            number, start: as in `dealt`."""
         found: dict[int, T] = {}
         for rank, share in enumerate(shares):
             layout = replace(self, rank=rank)
@@ -99,7 +99,7 @@ class ParallelLayout:
 
 
 def layout_problems(world_size: int, sequence: int, shard: int | None) -> Iterator[str]:
-    """Yield what is wrong with the degrees of parallelism, in the words of the recipe's keys.
+    """Yield error texts for the degrees of parallelism, in terms of the recipe's keys.
 
     Args:
         world_size: `trainer.workers`.

@@ -47,9 +47,9 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), within: Path | None = None) -> Config:
-    """Load the recipe at `path` with `overrides` `key.path=value`; a run's own `within` the run's folder.
+    """Load the recipe at `path` with `overrides` `key.path=value`.
 
-    Imports nothing heavy. Raises ConfigError, one line."""
+    `within`: the run's folder, for a recipe of a run. Imports nothing heavy. Raises ConfigError, one line."""
     tree = read_tree(Path(path), overrides, within)
     if within is not None and not (tree.get("emulation") or _at(tree, "model", "pipeline")):
         with errors_of(Path(path)):
@@ -65,9 +65,9 @@ def _at(tree: Any, *keys: str) -> Any:
 
 
 def inputs_of(recipe: Path | None, config: Config) -> list[Path]:
-    """Return the files and folders that a command reads for a recipe: its own files, and what it names that is there.
+    """Return the files and folders that a command reads for a recipe: its own files, and existing paths that it names.
 
-    `recipe`: its file; None: it has none."""
+    `recipe`: its file, if it has one."""
     named = named_paths(msgspec.to_builtins(config))
     there = [Path(path) for path in named if os.path.exists(path)]  # noqa: PTH110 (pathlib raises at long names)
     return [*(files_of(recipe) if recipe is not None else ()), *there]
@@ -78,8 +78,8 @@ def of_tree(tree: Mapping[str, Any], source: Path, overrides: Sequence[str] = ()
 
     Args:
         tree: as `resolved_yaml` writes it; paths are absolute.
-        source: what it was read from, for errors.
-        overrides: as `load` takes them.
+        source: the name of its source, for errors.
+        overrides: as in `load`.
 
     Raises:
         ConfigError: one line that begins with `source`."""
@@ -96,13 +96,13 @@ def _checked(tree: dict[str, Any], source: Path, overrides: Sequence[str]) -> Co
 
 
 def of_model(folder: Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration that names the checkpoint in `folder`, and has every other key's default.
+    """Return the configuration for the checkpoint in `folder`, with defaults for every other key.
 
-    It is for drawing samples: what training needs is neither there nor checked.
+    It serves to generate samples: requirements of training are neither present nor checked.
 
     Args:
         folder: absolute, in diffusers layout.
-        overrides: as `load` takes them.
+        overrides: as in `load`.
 
     Raises:
         ConfigError: one line that begins with the folder."""
@@ -118,7 +118,7 @@ def _resolved(tree: dict[str, Any], overrides: Sequence[str]) -> Config:
 
 
 def _require_no_contradiction(config: Config, overrides: Sequence[str]) -> None:
-    """Refuse overrides that disagree with the schedule: it replaces keys of the recipe, not of the command line."""
+    """Refuse overrides that disagree with the schedule, which replaces keys of the recipe, not of the command line."""
     decided = SCHEDULES[config.schedule] if config.schedule else {}
     for key in (override.partition("=")[0].strip() for override in overrides):
         section, _, name = key.partition(".")
@@ -130,7 +130,7 @@ def _require_no_contradiction(config: Config, overrides: Sequence[str]) -> None:
 
 
 def decode(tree: Any, section: type[T], *prefix: str) -> T:
-    """Return `tree` as the section whose key is `prefix`; ConfigError names a wrong value's key and what it allows."""
+    """Return `tree` as the section with the key `prefix`. Raises ConfigError with a wrong value's key and bounds."""
     try:
         return msgspec.convert(tree, section)
     except msgspec.ValidationError as error:
@@ -142,7 +142,7 @@ def _explain(error: msgspec.ValidationError, tree: Any, root: type[msgspec.Struc
     text, _, location = str(error).partition(" - at `$")
     path = re.findall(r"[^.\[\]`]+", location)
     where = ".".join([*prefix, *path])
-    if isinstance(error.__cause__, ValueError):  # of a section's own check
+    if isinstance(error.__cause__, ValueError):  # from a section's own check
         return f"{where}: {error.__cause__}"
     if unknown := re.match(r"Object contains unknown field `(.*)`", text):
         key = ".".join([*prefix, *path, unknown[1]])
@@ -166,8 +166,8 @@ def _explain(error: msgspec.ValidationError, tree: Any, root: type[msgspec.Struc
 def with_spec(config: Config) -> Config:
     """Return the configuration with its model family's name, and that family's `SamplingSpec` for every sampling.
 
-    A bucket's is merged over `rollout.sampling`. A family that is not found, or that an emulated job does not name,
-    leaves the configuration as it is. Raises ConfigError with the key that the family refuses."""
+    A bucket's sampling is merged over `rollout.sampling`. The configuration is unchanged if the family is not found, or
+    if an emulated job names no family. Raises ConfigError with the key that the family refuses."""
     name = config.model.pipeline
     if name is None and config.emulation is not None:
         return config
@@ -190,9 +190,9 @@ def with_spec(config: Config) -> Config:
 
 
 def family_of(folder: Path) -> str:
-    """Return the one installed family that takes the checkpoint in `folder`, by the class that its index names.
+    """Return the installed family for the checkpoint in `folder`, by the class that its index names.
 
-    ValueError, one line naming the key, if there is none, or several."""
+    Raises ValueError, one line naming the key, unless exactly one family takes it."""
     found = read_model_index(folder).get("_class_name")
     if found is None:
         raise ValueError(f"model.path: {folder / INDEX} names no pipeline class; copy it again")
@@ -208,7 +208,7 @@ def family_of(folder: Path) -> str:
 
 
 def read_model_index(folder: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's model_index.json; ConfigError if there is none."""
+    """Return the content of a checkpoint's model_index.json. Raises ConfigError if it is missing or invalid."""
     if not (folder / INDEX).is_file():
         raise ConfigError(no_checkpoint(folder))
     index = read_model_json(folder / INDEX)
@@ -222,7 +222,7 @@ def _is_part(name: str) -> bool:
 
 
 def read_model_json(path: Path) -> dict[str, Any]:
-    """Return the content of a small JSON file of a checkpoint; ConfigError if it is no mapping."""
+    """Return the content of a small JSON file of a checkpoint. Raises ConfigError if it is no mapping."""
     try:
         read = read_file(path, LARGEST_JSON)
     except TooLargeError as error:
@@ -243,14 +243,14 @@ def read_model_json(path: Path) -> dict[str, Any]:
 def _takes(name: str, model_index_class: object) -> bool:
     try:
         return find_family(name).model_index_class == model_index_class
-    except ValueError:  # a foreign package that is broken, which may have nothing to do with this checkpoint
+    except ValueError:  # a broken foreign package, which may be unrelated to this checkpoint
         return False
 
 
 def with_settings(config: Config) -> Config:
     """Return the configuration with `algorithm.settings` as the section of an objective of another package.
 
-    `omni_async.algorithms.validation` refuses names of no objective, and settings that one does not have."""
+    `omni_async.algorithms.validation` refuses unknown objectives, and settings that an objective does not have."""
     algorithm = config.algorithm
     if algorithm.name not in registered_names(OBJECTIVES):
         return config
@@ -263,7 +263,7 @@ def with_settings(config: Config) -> Config:
 
 
 def _with_roles(config: Config) -> Config:
-    """Return the configuration with the `settings` of every role of another package as that package's section."""
+    """Return the configuration with the `settings` of every foreign role as its package's section."""
     roles = []
     for number, role in enumerate(config.roles):
         section = _found(find_service, role.name).settings
@@ -276,7 +276,7 @@ def _with_roles(config: Config) -> Config:
 
 
 def _with_program(config: Config) -> Config:
-    """Return the configuration with the `settings` of its rollout program as that program's section."""
+    """Return the configuration with the `settings` of its rollout program as the program's section."""
     program = config.rollout.program
     if program is None:
         return config
@@ -290,7 +290,7 @@ def _with_program(config: Config) -> Config:
 
 
 def _found(find: Any, *arguments: Any) -> Any:
-    """Call `find`, whose ValueError about another package says it all."""
+    """Call `find`; raise its ValueError as a ConfigError with the same text."""
     try:
         return find(*arguments)
     except ValueError as error:

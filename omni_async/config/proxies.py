@@ -1,6 +1,6 @@
 """Finds the proxy that the environment names for an address: `http_proxy`, `https_proxy`, `all_proxy` and `no_proxy`.
 
-Addresses of this machine never go through one.
+Addresses of this machine never use a proxy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_loopback(host: str) -> bool:
 
 
 def proxy_for(url: str) -> str | None:
-    """Return the URL of the proxy through which `url` is to be asked; None: directly."""
+    """Return the URL of the proxy for requests to `url`; None: no proxy."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     if is_loopback(host) or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
@@ -35,5 +35,5 @@ def proxy_for(url: str) -> str | None:
 
 
 def through(proxy: str | None) -> str:
-    """Return words for an error about a request: through which proxy it went, without its password."""
+    """Return a phrase for a request's error that names its proxy without the password; empty without a proxy."""
     return "" if proxy is None else f" (through the proxy {redact_text(proxy)} of the environment)"

@@ -1,8 +1,8 @@
-"""Opens files for reading: files that a user names, and files that a folder from elsewhere names.
+"""Opens files for reading: files that a user names, and files that a foreign folder names.
 
-A user's path may lead anywhere, through links: a recipe, a model folder, a hub's cache. A path that a foreign
-folder or a foreign file contains must not leave that folder: pass it as `within`. Opening never blocks, and reading
-never goes past a bound, whatever kind of file is there.
+A user's path may lead anywhere, through links: a recipe, a model folder, a hub's cache. A path from a foreign folder or
+file must not leave that folder: pass the folder as `within`. For any kind of file, opening never blocks, and reading
+never exceeds a bound.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-# Names, for users, of paths that are not plain files. Opened as a file, a pipe waits for a writer, and a device may
-# have no end.
+# Names, for users, of paths that are not plain files. Opening a pipe waits for a writer, and a device may have no end.
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -30,11 +29,11 @@ class TooLargeError(OSError):
 
 
 class OutsideError(OSError):
-    """A path that leads out of the folder that it must stay in."""
+    """A path that leads out of the folder to which it is restricted."""
 
 
 def require_file(path: str | Path, within: Path | None = None) -> None:
-    """Raise OSError, its `strerror` for users, unless `path` leads to a plain file (links are followed).
+    """Raise OSError, with a `strerror` for users, unless `path` leads to a plain file (links are followed).
 
     Raises OutsideError if the file is not below the folder `within`."""
     require_plain(Path(path).stat(), path)
@@ -48,7 +47,7 @@ def require_within(path: str | Path, folder: Path) -> None:
 
 
 def real_path(path: str | Path) -> Path:
-    """Return the absolute path that `path` leads to. Raises nothing for links in a circle, as `Path.resolve` does."""
+    """Return the absolute path that `path` leads to. Unlike `Path.resolve`, raises nothing for links in a circle."""
     return Path(os.path.realpath(path))
 
 
@@ -60,8 +59,7 @@ def is_within(path: str | Path, folder: Path) -> bool:
 def open_file(path: str | Path, within: Path | None = None) -> BinaryIO:
     """Open a plain file for reading.
 
-    Raises OSError, as from `require_file`, if it is none: checked again after opening, since the path may lead
-    elsewhere by then."""
+    Raises OSError like `require_file`. The check is repeated after opening, since the path may have changed."""
     require_file(path, within)
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
@@ -77,7 +75,7 @@ def open_file(path: str | Path, within: Path | None = None) -> BinaryIO:
 def read_file(path: str | Path, largest: int | None = None, within: Path | None = None) -> bytes:
     """Read all bytes of a plain file.
 
-    Raises OSError as from `require_file`; TooLargeError if there are more than `largest`."""
+    Raises OSError like `require_file`, and TooLargeError if there are more than `largest`."""
     with open_file(path, within) as file:
         if largest is not None and os.fstat(file.fileno()).st_size > largest:
             raise TooLargeError(errno.EFBIG, f"larger than {largest} bytes", str(path))
@@ -88,7 +86,7 @@ def read_file(path: str | Path, largest: int | None = None, within: Path | None 
 
 
 def require_plain(found: os.stat_result, path: str | Path) -> None:
-    """Raise OSError, its `strerror` for users, unless `found` is of a plain file. `path`: its name in the error."""
+    """Raise OSError, with a `strerror` for users, unless `found` describes a plain file named `path` in the error."""
     kind = stat.S_IFMT(found.st_mode)
     if kind != stat.S_IFREG:
         raise OSError(errno.EINVAL, f"it is {_KINDS.get(kind, 'something else')}, not a file", str(path))

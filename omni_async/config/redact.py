@@ -1,12 +1,12 @@
-"""Removes credentials from configurations and texts, and turns texts into one line that a terminal does not obey.
+"""Removes credentials from configurations and texts, and turns texts into one line without control characters.
 
-Recipes name the environment's variables as `env:NAME`, and run folders hold masks: `resolve_references` replaces the
-former where a part is built that needs a secret.
+Recipes name environment variables as `env:NAME`, and run folders contain masks. `resolve_references` replaces
+`env:NAME` when a part that needs the secret is built.
 
-A secret is recognised by its context: the value of a key named like one (`api_key`, `Authorization`), the user and
-password of a URL, a query value named like one, the text after `Bearer`. A text that was made elsewhere (a scorer's
-exception) may quote a secret without any of that, or encoded; a caller that knows the configuration passes its
-`secrets_in` along.
+A secret is recognised by its context: the value of a key named like a secret (`api_key`, `Authorization`), the user and
+password of a URL, a query value named like a secret, the text after `Bearer`. A foreign text (a scorer's exception) may
+quote a secret without such a context, or encoded. A caller that knows the configuration therefore passes its
+`secrets_in`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import msgspec
 from omni_async.config import secret_forms
 
 MASK = "***"
-REFERENCE = "env:"  # a value `env:NAME` names the variable that holds a secret, and is no secret itself
-SHORTEST = 4  # a shorter secret, quoted somewhere, would mask half of any text
+REFERENCE = "env:"  # a value `env:NAME` names the variable that holds a secret; it is no secret
+SHORTEST = 4  # masking a shorter secret would mask half of any text
 _OF_KEYS = (
     "access|account|api|app|auth|client|consumer|encryption|functions|licen[cs]e|master|private|secret|shared|signing"
     "|ssh|storage|subscription"
@@ -37,10 +37,10 @@ _USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")
 
 
 class _Syntax(NamedTuple):
-    """A syntax in which a text gives a value to a name.
+    """A syntax for pairs of a name and a value in a text.
 
-    `telling` matches names that are secret in this syntax, besides those that are secret everywhere. The patterns are
-    bounded, so that a hostile text costs no more than its length."""
+    `telling` matches names that are secret in this syntax, in addition to names that are secret everywhere. The
+    patterns are bounded, so that the time for a hostile text is linear in its length."""
 
     names: re.Pattern[str]
     values: re.Pattern[str]
@@ -64,7 +64,7 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def is_secret_key(key: str, value: Any = "") -> bool:
-    """Tell whether `value` is a credential by its key: `hf_token`, `X-Api-Key`, `headers[Authorization]`.
+    """Return whether `value` is a credential by its key: `hf_token`, `X-Api-Key`, `headers[Authorization]`.
 
     Under `tokens` and `max_tokens` texts are credentials, and numbers are counts."""
     last = re.split(r"[.\[]", key.rstrip("[]"))[-1]
@@ -73,9 +73,9 @@ def is_secret_key(key: str, value: Any = "") -> bool:
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """Mask credentials in `text`: the `secrets` in any form (see `secret_forms`), and what looks like one.
+    """Mask credentials in `text`: the `secrets` in any form (see `secret_forms`), and everything like a secret.
 
-    That is the user and password of a URL, query values and assignments named like secrets, and bearer tokens."""
+    The latter are a URL's user and password, query values and assignments named like secrets, and bearer tokens."""
     text = _mask(text, secret_forms.find(text, secrets))
     text = _BEARER.sub(rf"\1\2{MASK}", _USERINFO.sub(f"{MASK}@", text))
     for syntax in (_QUERY, _ASSIGNED):
@@ -97,18 +97,18 @@ def redact(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return a value of a recipe for an error message: redacted, and not too long."""
+    """Return a value of a recipe for an error message, redacted and cut off after 200 characters."""
     text = repr(redact(value))
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def secrets_in(value: Any) -> frozenset[str]:
-    """Return every credential of a tree, as texts that may turn up elsewhere: percent-encoded ones decoded, too."""
+    """Return every credential of a tree as it may appear elsewhere: percent-encoded credentials also decoded."""
     return frozenset(found for found in _secrets(value, False) if len(found) >= SHORTEST)
 
 
 def one_line(text: str, longest: int = 10_000) -> str:
-    """Return `text` as one line that a terminal does not obey, cut off after `longest` characters.
+    """Return `text` as one line without control characters, cut off after `longest` characters.
 
     Line ends become spaces, other control characters their escapes."""
     text = text.strip()
@@ -119,9 +119,9 @@ def one_line(text: str, longest: int = 10_000) -> str:
 
 
 def resolve_references(value: Any, where: str) -> Any:
-    """Return `value`, of plain values, with every `env:NAME` replaced by the environment's value.
+    """Return a tree of plain values with every `env:NAME` replaced by the environment's value.
 
-    ValueError, one line that begins with `where`, for a variable that is not set, and for a mask."""
+    Raises ValueError, one line that begins with `where`, for an unset variable and for a mask."""
     if isinstance(value, dict):
         return {key: resolve_references(item, where) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -140,9 +140,9 @@ def resolve_references(value: Any, where: str) -> Any:
 
 
 def with_secrets(section: Any, where: str) -> Any:
-    """Return a section of settings with its references replaced; anything else as it is.
+    """Return a section of settings with its references replaced, and anything else unchanged.
 
-    ValueError as `resolve_references`."""
+    Raises ValueError like `resolve_references`."""
     if not isinstance(section, msgspec.Struct):
         return section
     return msgspec.convert(resolve_references(msgspec.to_builtins(section), where), type(section))
@@ -155,7 +155,7 @@ def _has_text(value: Any) -> bool:
 
 
 def _found(syntax: _Syntax, text: str) -> Iterator[re.Match[str]]:
-    """Yield the values in `text` whose names mark them as secret. The value of another name may contain such a pair."""
+    """Yield the values in `text` with secret names, also inside the values of other names."""
     at = 0
     while match := syntax.names.search(text, at):
         at, name = match.end(), unquote(match[1])
@@ -166,7 +166,7 @@ def _found(syntax: _Syntax, text: str) -> Iterator[re.Match[str]]:
 
 
 def _mask(text: str, spans: Iterable[tuple[int, int]]) -> str:
-    """Return the text with `MASK` in place of each of these ranges, which come in order."""
+    """Return the text with `MASK` in place of each range; the ranges are in order."""
     kept, at = [], 0
     for start, end in spans:
         kept += [text[at:start], MASK]

@@ -1,4 +1,4 @@
-"""Generates docs/configuration.md from the schema: the page cannot disagree with the code."""
+"""Generates docs/configuration.md from the schema, so that the page cannot disagree with the code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HEAD = (
 
 
 def reference() -> str:
-    """Return the whole page, in Markdown. ConfigError names a family whose package is broken."""
+    """Return the whole page, in Markdown. Raises ConfigError with the name of a family whose package is broken."""
     rows = list(walk(Config))
     sections = {name: struct_of(annotation) for name, annotation in fields_of(Config).items()}
     top = [row for row in rows if row[0] in sections and sections[row[0]] is None]

@@ -1,7 +1,7 @@
 """Lists the roles of a run.
 
-One row says all that the runtimes, the placement, the replacing and the scaling of workers have to know of a role. What
-is built is named, and imported where it is built.
+A row has everything that the runtimes, the placement, the replacement and the scaling of workers need to know about a
+role. It names the role's builder; only the process that builds the role imports it.
 
 | role        | workers           | lost                                  | scales |
 |-------------|-------------------|---------------------------------------|--------|
@@ -29,9 +29,9 @@ CONTROL = Resources(cpus=0.01)
 
 
 class Peers(Protocol):
-    """The roles that are told of workers that join and are lost.
+    """The roles that are notified of joining and lost workers.
 
-    `stores_die`: what a worker put into the store is gone with its process."""
+    `stores_die`: the objects that a worker put into the store are lost with its process."""
 
     stores_die: bool
 
@@ -47,22 +47,21 @@ class RoleSpec:
     """A row of the table.
 
     workers: its workers at the start of a run, by the recipe.
-    section: the key of its workers' resources; None: next to nothing.
+    section: the key of its workers' resources; None: it needs next to none.
     build: `module:function`; (`omni_async.roles.builders.WorkerContext`) -> the role, called in the worker's process.
-    on_loss: "replace": another worker takes the slot while the run goes on. "new attempt": the run starts again from
-        its last checkpoint.
-    works: which of its workers have `start` and `run`: "all"; the "first", which calls the others; "none", because it
-        only answers.
+    on_loss: "replace": another worker takes the slot while the run continues. "new attempt": the run restarts from its
+        last checkpoint.
+    works: the workers that have `start` and `run`: "all"; the "first", which calls the others; "none", because the role
+        only answers calls.
     services: further methods of a worker that works, which run until they are cancelled, by task name.
-    long_calls: the calls that wait for something to happen; `start` and `run` always do.
-    starts_last: where roles start one after another: what loads slowly, or finds mistakes late.
-    in_sequence_groups: its workers belong together as the ranks of sequence groups do, and those of one need one
-        machine.
+    long_calls: the calls that wait for an event; `start` and `run` always do.
+    starts_last: in a sequential start it is last, because it loads slowly or finds mistakes late.
+    in_sequence_groups: its workers form groups like ranks that share a sequence; a group needs a single machine.
     colocated: it shares devices with other roles under `placement.colocated`.
-    emulated: `emulation` replaces its devices, so that it needs none.
-    scales: `omni-async scale` changes the number of its workers; a worker that is not needed any more gets `leave`.
-    loading: what a new worker does before it is at work, for the console.
-    joins, lost: who is told of a worker that has started, and of one that is gone; None: nobody, it asks by itself."""
+    emulated: `emulation` replaces its devices, so that it needs no devices.
+    scales: `omni-async scale` changes the number of its workers; a surplus worker gets `leave`.
+    loading: activity of a new worker before it is at work, for the console.
+    joins, lost: callbacks that notify peers of a started and a lost worker; None: no peer needs a notice."""
 
     role: str
     workers: Callable[[Config], tuple[Worker, ...]]
@@ -82,20 +81,20 @@ class RoleSpec:
     lost: Callable[[Peers, str, str], Awaitable[None]] | None = None
 
     def resources(self, config: Config) -> Resources:
-        """Return what one worker asks for."""
+        """Return the resources of a worker."""
         return CONTROL if self.section is None else config.resources[self.section]
 
     def is_at_work(self, worker: Worker) -> bool:
-        """Return whether this worker has a `run` of its own."""
+        """Return whether this worker has a `run`."""
         return self.works == "all" or (self.works == "first" and worker.index is None)
 
     @property
     def waiting_calls(self) -> frozenset[str]:
-        """Return the calls that may take long, because they wait for something to happen."""
+        """Return the calls that may take long, because they wait for an event."""
         return self.long_calls | {"start", "run", *self.services.values()}
 
 
-# ---- who is told of workers that come and go -----------------------------------------------------------------------
+# ---- notices of workers that join and are lost ---------------------------------------------------------------------
 
 
 async def _engine_joins(peers: Peers, name: str, worker: Any) -> None:
@@ -220,14 +219,14 @@ def _server(number: int, name: str) -> RoleSpec:
     )
 
 
-# Those that do the work of a run, in the order in which they are shown.
+# The roles that do the work of a run, in display order.
 WORKING = tuple(spec.role for spec in BUILT_IN if spec.works != "none")
 
 
 def roles_of(config: Config) -> dict[str, RoleSpec]:
     """Return the rows of a recipe's run by role.
 
-    First the coordinator, then the services, model servers and pools of scorers, which others may need, and the other
+    The order is: the coordinator; services, model servers and pools of scorers, which others may need; the other
     built-in roles."""
     coordinator, *others = BUILT_IN
     services = (_service(number, role.name) for number, role in enumerate(config.roles))
@@ -237,5 +236,5 @@ def roles_of(config: Config) -> dict[str, RoleSpec]:
 
 
 def scalable_roles() -> tuple[str, ...]:
-    """Return the roles whose workers may change in number, whichever recipe it is."""
+    """Return the roles whose number of workers may change, for any recipe."""
     return *(spec.role for spec in BUILT_IN if spec.scales), *service_names()

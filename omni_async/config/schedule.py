@@ -1,4 +1,4 @@
-"""Defines named schedules: the baselines and the asynchronous loop as arrangements of ordinary keys of one runtime.
+"""Defines named schedules: values of ordinary keys that give the baselines and the asynchronous loop in one runtime.
 
 | schedule         | generation, scoring and training                                                        |
 |------------------|-----------------------------------------------------------------------------------------|
@@ -7,10 +7,9 @@
 | `async_reward`   | samples are scored while others are generated; then the update is trained               |
 | `one_step_off`   | the next update's samples are generated while one is trained; both wait for each other, |
 |                  | and for the weights                                                                     |
-| `async`          | nothing waits unless `staleness.max_updates` says so                                    |
+| `async`          | nothing waits except for the budget `staleness.max_updates`                             |
 
-A schedule replaces the keys it decides, whatever the recipe says of them. `async` leaves the staleness budget to the
-recipe.
+A schedule replaces its keys in the recipe. `async` leaves the staleness budget to the recipe.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _OVERLAPPED = {
     "placement.colocated": False,
 }
 
-# The keys each schedule decides, as paths.
+# The keys that each schedule sets, as paths.
 SCHEDULES: dict[ScheduleName, dict[str, Any]] = {
     "sync": {**_IN_STEP, "placement.colocated": False},
     "sync_colocated": {**_IN_STEP, "placement.colocated": True},
@@ -55,7 +54,7 @@ SCHEDULES: dict[ScheduleName, dict[str, Any]] = {
 
 
 def apply_schedule(config: Config) -> Config:
-    """Return the configuration with its schedule's keys set and its buffers large enough for them. Idempotent."""
+    """Return the configuration with its schedule's keys set and with large enough buffers. Idempotent."""
     if config.schedule is None:
         return config
     was_colocated = config.placement.colocated
@@ -68,7 +67,7 @@ def apply_schedule(config: Config) -> Config:
 
 
 def num_devices(config: Config) -> float:
-    """Count every accelerator of the job, those of pools and servers included; every CPU where the job uses none.
+    """Count the accelerators of the job, including pools and servers, or its CPUs if it uses no accelerator.
 
     Shared devices count once."""
     kind, together = _kind(config), (max if config.placement.colocated else sum)
@@ -76,9 +75,9 @@ def num_devices(config: Config) -> float:
 
 
 def num_existing_devices(config: Config) -> float:
-    """Count the same on this machine: roles whose actors ask for more CPUs than it has share those.
+    """Count the job's devices on this machine: roles that request more CPUs than it has share its CPUs.
 
-    Emulated devices, accelerators, and those of a cluster that is joined count as requested, because they were
+    Emulated devices, accelerators, and the devices of a joined cluster count as requested, because they were
     allocated."""
     devices = num_devices(config)
     allocated = config.emulation is not None or cluster_address(config.run) is not None or _kind(config) == "gpus"
@@ -95,7 +94,7 @@ def _counts(roles: Sequence[tuple[int, Resources]], kind: str) -> list[float]:
 
 
 def _roles(config: Config) -> list[tuple[int, Resources]]:
-    """Return workers and resources of rollout, reward and trainer, which may take turns on the same devices."""
+    """Return the workers and resources of rollout, reward and trainer, which may take turns on the same devices."""
     placement = config.placement
     return [
         (config.rollout.workers, placement.rollout),
@@ -105,7 +104,7 @@ def _roles(config: Config) -> list[tuple[int, Resources]]:
 
 
 def _services(config: Config) -> list[tuple[int, Resources]]:
-    """Return those of pools and servers, which have devices of their own."""
+    """Return the workers and resources of pools and servers, which have separate devices."""
     return [
         *((pool.workers, pool.resources) for pool in config.reward.pools),
         *((server.replicas, server.resources) for server in config.reward.servers),
@@ -115,13 +114,13 @@ def _services(config: Config) -> list[tuple[int, Resources]]:
 def _on_all_devices(config: Config) -> Config:
     """Return the configuration with as many workers of each role as fit on the devices of all three together.
 
-    Of ranks, as many as make whole groups of those that share a sequence or a copy of the weights."""
+    The number of ranks is rounded down to whole groups that share a sequence or a copy of the weights."""
     kind = _kind(config)
     total = sum(_counts(_roles(config), kind))
     fitting = []
     for workers, resources in _roles(config):
         each = getattr(resources, kind)
-        fitting.append(max(1, int(total / each)) if each else workers)  # a role beside the devices keeps its workers
+        fitting.append(max(1, int(total / each)) if each else workers)  # a role without devices keeps its workers
     rollout, reward, ranks = fitting
     together = config.trainer.fewest_ranks
     return replace(
@@ -133,7 +132,7 @@ def _on_all_devices(config: Config) -> Config:
 
 
 def _with_room(config: Config) -> Config:
-    """Enlarge the buffers so that an update that is collected whole fits into them."""
+    """Enlarge the buffers so that an update fits if it is collected as a whole."""
     buffer, per_update = config.buffer, config.trainer.groups_per_update
     if config.trainer.streaming == "off":
         buffer = replace(buffer, groups=max(buffer.groups, per_update * (config.staleness.max_updates + 1)))

@@ -2,8 +2,8 @@
 
 Imports no torch and no Ray.
 
-`docs/configuration.md` is generated from these sections (`omni-async docs`): a field's documentation is the text below
-it.
+`docs/configuration.md` is generated from these sections (`omni-async docs`): the text below a field is its
+documentation.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ class Run(Section, kw_only=True, frozen=True):
     runtime: Literal["ray", "inprocess"] = "ray"
     """`ray`: roles are long-lived Ray actors. `inprocess`: the same roles on one event loop."""
     ray_address: Plain | None = None
-    """A Ray cluster to join (`auto`, `ray://...`); null joins the one that RAY_ADDRESS names, or starts a local Ray."""
+    """A Ray cluster to join (`auto`, `ray://...`); null joins the cluster of RAY_ADDRESS, or starts a local Ray."""
     startup_timeout_s: Seconds = 600.0
-    """How long actors, and the processes of their engines, may take to start."""
+    """Longest start of actors and of the processes of their engines."""
     health_timeout_s: Seconds = 60.0
-    """How long an actor may not answer before it counts as hung, is killed and replaced."""
+    """Longest silence of an actor before it counts as hung, is killed and replaced."""
     restarts: Retries = 5
-    """How often within an hour each part that was lost (killed, hung, its machine gone) comes back before the run gives
-    up; 0: any loss ends the run."""
+    """Restarts per hour of each lost part (killed, hung, its machine gone) before the run ends; 0: any loss ends the
+    run."""
     closing_timeout_s: Seconds = 1800.0
-    """How long the update under way and the last checkpoint may take once a run is over or interrupted."""
+    """Longest time for the current update and the last checkpoint once a run is over or interrupted."""
 
 
 class Lora(Section, kw_only=True, frozen=True):
@@ -86,11 +86,11 @@ class Lora(Section, kw_only=True, frozen=True):
 
 class Model(Section, kw_only=True, frozen=True):
     pipeline: str | None = None
-    """Model family, a name of the entry-point group `omni_async.pipelines`; null: the one that takes the checkpoint at
+    """Model family, a name of the entry-point group `omni_async.pipelines`; null: the family of the checkpoint at
     `model.path`."""
     path: Plain
-    """Checkpoint folder in diffusers layout; relative paths start at the recipe's folder. Or `owner/name` of a model
-    hub, whose cache on this machine has it."""
+    """Checkpoint folder in diffusers layout, relative to the recipe's folder; or `owner/name` of a model hub if this
+    machine's cache has it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the engines' weights, and of the trainer's compute."""
     lora: Lora | None = None
@@ -114,11 +114,11 @@ _STALE = "S + 1 updates' groups are admitted at once, and what a policy made a t
 
 class Staleness(Section, kw_only=True, frozen=True):
     max_updates: Annotated[int, most(1000, _STALE, ge=0)] = 2
-    """S: the most updates between the policy that made a sample and the one trained on it. 0 is the synchronous
+    """S: the most updates between the policy that generated a sample and the policy trained on it. 0 is the synchronous
     loop."""
     exact: bool = False
-    """Train only when every admitted group is ready, so that after the first S updates all samples are exactly S
-    updates old: slow, but reproducible; for experiments on staleness."""
+    """Train only when every admitted group is ready. After the first S updates all samples are then exactly S updates
+    old: slow, but reproducible; for experiments on staleness."""
 
 
 class Buffer(Section, kw_only=True, frozen=True):
@@ -129,30 +129,30 @@ class Buffer(Section, kw_only=True, frozen=True):
     window: Annotated[int, most(100_000, ge=1)] = 1
     """The trainer takes any ready group among the oldest `window`; 1 is strict admission order."""
     max_bytes: Annotated[int, most(MOST_BYTES, ge=1)] | SizeText | None = None
-    """Bytes that trajectories and media of live samples may hold, reserved when a group is admitted and freed when it
-    has ended; an update's groups must fit. A number, or a text like `8GiB`; null: no bound but the counts."""
+    """Most bytes of trajectories and media of live samples, reserved at a group's admission and freed at its end; an
+    update's groups must fit. A number, or a text like `8GiB`; null: bounded only by the counts."""
 
     @property
     def bound(self) -> int | None:
-        """Returns `max_bytes` as a number."""
+        """Return `max_bytes` as a number."""
         return bytes_of(self.max_bytes) if isinstance(self.max_bytes, str) else self.max_bytes
 
 
 class Weights(Section, kw_only=True, frozen=True):
     transport: Literal["object_store", "collective", "disk"] = "object_store"
-    """How weights are sent. `object_store`: Ray's shared memory (in one process: by reference). `collective`: a
-    torch.distributed broadcast in a process group of its own. `disk`: safetensors files in the run folder, renamed into
+    """Transport of weights. `object_store`: Ray's shared memory (in one process: by reference). `collective`: a
+    torch.distributed broadcast in a separate process group. `disk`: safetensors files in the run folder, renamed into
     place."""
     payload: Literal["full", "lora"] = "full"
-    """What is sent: all weights (adapters merged) or the adapters alone."""
+    """Content of a version: all weights (adapters merged), or the adapters alone."""
     publish_every: Annotated[int, most(1001, ge=1)] = 1
     """Updates per publish; needs publish_every <= staleness.max_updates + 1."""
     swap: Literal["step", "request", "drain"] = "step"
-    """When engines switch: between two denoising steps, between samples, or when all leased samples are done."""
+    """Time at which engines switch: between two denoising steps, between samples, or after all leased samples."""
     bucket_mb: Annotated[int, most(65_536, "a bucket is one piece of memory on either side", ge=1)] = 256
     """Size of the flat buckets."""
     timeout_s: Seconds = 600.0
-    """Longest an engine may take to stage and swap a version."""
+    """Longest time for an engine to stage and swap a version."""
 
 
 class Validation(Section, kw_only=True, frozen=True):
@@ -161,28 +161,28 @@ class Validation(Section, kw_only=True, frozen=True):
     prompts: Plain
     """Prompts never trained on."""
     limit: InMemory | None = None
-    """Most prompts of a round, spread evenly over the file and the same in every round; null: all of them."""
+    """Most prompts of a round, spread evenly over the file and the same in every round; null: all prompts."""
     samples_per_prompt: Annotated[int, most(10_000, ge=1)] = 1
     """Seeds per prompt."""
     num_inference_steps: NumSteps = 20
     """Denoising steps, noise 0."""
     share: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    """Most of an engine's slots validation may take while training samples wait."""
+    """Largest share of an engine's slots for validation while training samples wait."""
 
 
 class Checkpoint(Section, kw_only=True, frozen=True):
     every: Updates = 20
-    """Updates between checkpoints (one is always written at the end and on interruption)."""
+    """Updates between checkpoints; a checkpoint is also written at the end and on interruption."""
     keep: Updates = 3
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
     keep_best: Annotated[int, most(1000, ge=0)] = 1
-    """Checkpoints of the highest validation reward kept besides; every validated version gets one then. Rounds are
-    compared over the samples that both have scored; one with less than 90 % of its samples scored does not count.
-    0: none, and validation has no checkpoints of its own."""
+    """Number of checkpoints with the highest validation reward to keep in addition; every validated version then gets a
+    checkpoint. Rounds are compared over the samples that both have scored; a round with less than 90 % of its samples
+    scored does not count. 0: no best checkpoints, and none for validation."""
     resume: Plain | None = None
-    """`auto`: go on with the newest run of this name that is not done and has a checkpoint to resume from, or start
-    one, and say what was passed over; a run folder: go on with it, done or not; a checkpoint folder: start a new run
-    from it."""
+    """`auto`: resume the newest unfinished run of this name that has a usable checkpoint, or start a new run, and
+    report the runs passed over. A run folder: resume that run, done or not. A checkpoint folder: start a new run from
+    it."""
 
 
 class Mlflow(Section, kw_only=True, frozen=True):
@@ -198,7 +198,7 @@ class Wandb(Section, kw_only=True, frozen=True):
     enabled: bool = False
     """Log to Weights & Biases."""
     mode: Literal["offline", "online"] = "offline"
-    """`offline`: into the run folder, for `wandb sync`; nothing is sent. `online`: to the server."""
+    """`offline`: write into the run folder, for `wandb sync`; nothing is sent. `online`: send to the server."""
     project: Annotated[
         str,
         Meta(
@@ -208,11 +208,11 @@ class Wandb(Section, kw_only=True, frozen=True):
     ] = "omni_async"
     """Project name."""
     entity: Plain | None = None
-    """Team or user; null: the account's own."""
+    """Team or user; null: the account's default."""
     api_key: Plain | None = None
-    """`env:WANDB_API_KEY`, say; null: what `wandb login` stored."""
+    """API key, such as `env:WANDB_API_KEY`; null: the key stored by `wandb login`."""
     base_url: Url | None = None
-    """A server of your own; null: that of Weights & Biases."""
+    """Address of a private server; null: the public server of Weights & Biases."""
 
 
 class Tensorboard(Section, kw_only=True, frozen=True):
@@ -224,9 +224,9 @@ class Prometheus(Section, kw_only=True, frozen=True):
     enabled: bool = False
     """Serve the newest numbers at `http://host:port/metrics` while the run lasts."""
     host: Plain = "127.0.0.1"
-    """Address to listen at; it is not protected, so another one than loopback only in a network you trust."""
+    """Address to listen at. It is not protected: use an address other than loopback only in a trusted network."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 9464
-    """Port; 0: any free one, which the console says."""
+    """Port; 0: any free port, which the console shows."""
 
 
 class Tracking(Section, kw_only=True, frozen=True):
@@ -241,33 +241,34 @@ class Tracking(Section, kw_only=True, frozen=True):
     images_every: Updates = 10
     """Updates between image grids."""
     images: Annotated[int, Meta(ge=1, le=256)] = 16
-    """Samples in a grid; the image, video and audio of as many are saved."""
+    """Samples in a grid, and samples whose image, video and audio are saved."""
 
 
 class Placement(Section, kw_only=True, frozen=True):
     rollout: Resources = Resources()
-    """Each producer with its engine."""
+    """Resources of each producer with its engine."""
     reward: Resources = Resources()
-    """Each reward worker."""
+    """Resources of each reward worker."""
     trainer: Resources = Resources()
-    """Each trainer rank."""
+    """Resources of each trainer rank."""
     colocated: bool = False
     """The roles share the same devices and take turns: a device holds an engine, a reward worker and a trainer rank."""
     accelerator: Literal["auto", "GPU", "NPU"] = "auto"
-    """What `gpus` counts, by Ray's name: `NPU` is Ascend, `GPU` every other maker; `auto`: what is there."""
+    """Kind of accelerator that `gpus` counts, by Ray's name: `NPU` is Ascend, `GPU` every other maker; `auto`: the kind
+    found."""
     object_store: SizeText | None = None
     """Shared memory of the Ray that the run starts, for samples and versions of the weights; beyond it Ray writes to
-    disk. null: 30 % of the memory that is free at the start, at most 200 GB and 95 % of `/dev/shm`. Refused where the
-    run joins a cluster."""
+    disk. null: 30 % of the memory that is free at the start, at most 200 GB and 95 % of `/dev/shm`. Refused if the run
+    joins a cluster."""
 
     @property
     def store_bytes(self) -> int | None:
-        """The bytes of `object_store`; None if Ray chooses."""
+        """Return the bytes of `object_store`; None if Ray chooses."""
         return None if self.object_store is None else bytes_of(self.object_store)
 
     @property
     def reward_in_turn(self) -> bool:
-        """Whether reward workers wait for shared devices: not if they alone need no accelerator."""
+        """Return whether reward workers wait for shared devices; they do not if they alone need no accelerator."""
         return self.colocated and not (self.rollout.gpus > 0 and self.reward.gpus == 0)
 
 
@@ -277,9 +278,9 @@ class Role(Section, kw_only=True, frozen=True):
     workers: Workers = 1
     """Number of its workers."""
     resources: Resources = Resources()
-    """Each of its workers."""
+    """Resources of each worker."""
     settings: Any = msgspec.field(default_factory=dict)
-    """Settings of the role; the keys are its package's."""
+    """Settings of the role; its package defines the keys."""
 
 
 class Emulation(Section, kw_only=True, frozen=True):
@@ -296,45 +297,44 @@ ScheduleName = Literal["sync", "sync_colocated", "async_reward", "one_step_off",
 
 class Config(Section, kw_only=True, frozen=True):
     schedule: ScheduleName | None = None
-    """A named arrangement of the keys that decide what overlaps with what (docs/tuning.md); null: the keys as they
-    are."""
+    """Named values for the keys that control the overlap of stages (docs/tuning.md); null: the keys as given."""
     run: Run = Run()
-    """The run itself: its name, seed, folder and where its roles run."""
+    """The run itself: its name, seed, folder and runtime."""
     model: Model
     """The model that is trained."""
     data: Data
     """The prompts."""
     rollout: Rollout = Rollout()
-    """How samples are made."""
+    """Generation of samples."""
     reward: Reward = Reward()
-    """How samples are scored."""
+    """Scoring of samples."""
     staleness: Staleness = Staleness()
-    """How far generation may run ahead of training."""
+    """Bound on how far generation runs ahead of training."""
     buffer: Buffer = Buffer()
     """Sizes of the buffers."""
     weights: Weights = Weights()
-    """How new weights reach the engines."""
+    """Delivery of new weights to the engines."""
     algorithm: Algorithm = Algorithm()
     """The objective."""
     trainer: Trainer = Trainer()
-    """How the policy is trained."""
+    """Training of the policy."""
     validation: Validation | None = None
-    """Rounds on held-out prompts; null: none."""
+    """Rounds on held-out prompts; null: no validation."""
     checkpoint: Checkpoint = Checkpoint()
     """Checkpoints to continue from."""
     tracking: Tracking = Tracking()
-    """Where numbers and images go besides the run folder."""
+    """Destinations of numbers and images in addition to the run folder."""
     emulation: Emulation | None = None
     """Replace engines, scorers and trainer ranks by emulated devices that take a profile's time; everything between
     them stays real."""
     placement: Placement = Placement()
     """CPUs and accelerators of each actor."""
     roles: tuple[Role, ...] = ()
-    """Roles of installed packages: their workers start, are watched and are replaced with the run."""
+    """Roles of installed packages: the run starts, watches and replaces their workers."""
 
     @property
     def correction(self) -> Correction:
-        """Returns `algorithm.correction`, with mode `auto` decided by the staleness budget."""
+        """Return `algorithm.correction`, with mode `auto` resolved by the staleness budget."""
         chosen = self.algorithm.correction
         return automatic_correction(self.staleness.max_updates) if chosen.mode == "auto" else chosen
 
@@ -345,14 +345,14 @@ class Config(Section, kw_only=True, frozen=True):
 
     @property
     def engine_names(self) -> tuple[str, ...]:
-        """The names of the actors that make samples: engines, or the one reader of a preference dataset."""
+        """Return the names of the actors that produce samples: engines, or the reader of a preference dataset."""
         if self.data.preferences is not None:
             return (str(Worker("reader")),)
         return tuple(str(Worker("rollout", index)) for index in range(self.rollout.workers))
 
     @property
     def services(self) -> tuple[str, ...]:
-        """The roles whose workers have addresses: those of packages, pools of scorers, and model servers."""
+        """Return the roles whose workers have addresses: roles of packages, pools of scorers, and model servers."""
         reward = self.reward
         return (
             *(role.name for role in self.roles),
@@ -362,7 +362,7 @@ class Config(Section, kw_only=True, frozen=True):
 
     @property
     def resources(self) -> dict[str, Resources]:
-        """What one worker of each role asks for, by the key that says so."""
+        """Return the resources of a worker of each role, by the key that defines them."""
         placement = self.placement
         built_in = {"rollout": placement.rollout, "reward": placement.reward, "trainer": placement.trainer}
         return {

@@ -1,9 +1,9 @@
-"""Finds known secrets in a text, in whatever form libraries put them there.
+"""Finds known secrets in a text, in every encoding that libraries use.
 
-A secret may appear as it is, or percent-encoded (URLs), escaped (JSON, Python's `repr`, HTML), in base64 or in hex, or
-in one of these inside another. Escapes are undone, again and again, on a copy that remembers where each of its bytes
-comes from; for base64 and hex, the encoded secret is searched for, at every offset that it may have in the encoded
-bytes. A compressed or encrypted secret is not found.
+A secret may be plain, percent-encoded (URLs), escaped (JSON, Python's `repr`, HTML), in base64 or in hex, or in nested
+encodings. Escapes are undone repeatedly, on a copy that records the source of each byte. For base64 and hex, the
+encoded secret is searched for, at every offset that it may have in the encoded bytes. A compressed or encrypted secret
+is not found.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from html.entities import html5
 from typing import NamedTuple
 from urllib.parse import quote
 
-# Escapes within escapes, undone in every order: a JSON body, quoted in JSON, in a Python repr. A hostile text could
-# have more orders than time.
+# Nested escapes are undone in every order, such as a JSON body, quoted in JSON, in a Python repr. The bounds limit the
+# time for a hostile text.
 _DEEPEST = 5  # an escaped secret inside four layers of escapes
 _MOST_VIEWS = 40
 _HEX = rb"[0-9A-Fa-f]"
@@ -44,7 +44,7 @@ class _View(NamedTuple):
 
 
 class _Needle(NamedTuple):
-    """Bytes to search for. `before` and `after`: characters beside them that hold bits of the secret, too."""
+    """Bytes to search for. `before` and `after`: numbers of adjacent characters that contain more of its bits."""
 
     data: bytes
     before: int = 0
@@ -52,7 +52,7 @@ class _Needle(NamedTuple):
 
 
 def find(text: str, secrets: Iterable[str]) -> list[tuple[int, int]]:
-    """Return where in `text` any of `secrets` is, as ranges of characters that do not overlap, in order."""
+    """Return the places of `secrets` in `text`, as ordered ranges of characters that do not overlap."""
     given = {secret for secret in secrets if secret}
     if not given:
         return []
@@ -97,7 +97,7 @@ def _written(text: str) -> _View:
 
 
 def _rewritten(view: _View, pattern: re.Pattern[bytes], becomes: Callable[[re.Match[bytes]], bytes]) -> _View:
-    """Replace every match; each byte of a replacement comes from all of its match."""
+    """Replace every match; the source of each byte of a replacement is the whole match."""
     data: list[bytes] = []
     starts: list[int] = []
     ends: list[int] = []
@@ -155,7 +155,7 @@ _ESCAPES = ((_PERCENT, _unquoted), (_BACKSLASH, _as_bytes), (_BACKSLASH, _as_tex
 
 
 def _to_encode(secret: str) -> set[bytes]:
-    """Return the byte strings that an encoder may have been given for the secret."""
+    """Return the byte strings that an encoder may have received for the secret."""
     plain = secret.encode("utf-8", "surrogatepass")
     escaped = {
         json.dumps(secret)[1:-1],
@@ -169,7 +169,7 @@ def _to_encode(secret: str) -> set[bytes]:
 
 
 def _base64(data: bytes) -> Iterator[_Needle]:
-    """Yield the characters of `data` in base64 that do not depend on its neighbours, for each of three offsets."""
+    """Yield the base64 characters of `data` that do not depend on neighbouring bytes, for each of three offsets."""
     for shift, first in ((0, 0), (1, 2), (2, 3)):
         last, rest = divmod(8 * (shift + len(data)), 6)
         encoded = binascii.b2a_base64(bytes(shift) + data, newline=False)

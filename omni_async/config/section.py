@@ -1,4 +1,4 @@
-"""Provides the parts that every section of the schema is made of."""
+"""Provides the building blocks of the schema's sections."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from msgspec import Meta
 
 
 def doc(text: str, why: str | None = None, *, most: float | None = None, **bounds: Any) -> Meta:
-    """Return a field's documentation and bounds, where the text is not below the field as in this package's sections.
+    """Return a field's documentation and bounds. This package's sections have the text below the field instead.
 
     Args:
-        text: what the field is.
+        text: the description of the field.
         why: the reason of the bound `most`, or the allowed values of a pattern, in words.
-        most: the largest value, which messages name only if one is above it.
-        bounds: others, as msgspec's `Meta` takes them."""
+        most: the largest value; messages name it only if a value exceeds it.
+        bounds: other bounds, as msgspec's `Meta` takes them."""
     extra = {"why": why, "generous": most is not None}
     return Meta(description=text, extra=extra, **bounds | ({} if most is None else {"le": most}))
 
 
 def most(bound: float, why: str | None = None, **bounds: Any) -> Meta:
-    """Return the bounds of a value inside a field, with `bound` as the `most` of `doc` and its reason."""
+    """Return the bounds of a value; `bound` and `why` are `most` and `why` of `doc`."""
     return Meta(le=bound, extra={"why": why, "generous": True}, **bounds)
 
 
-# Every number is bounded above: an absurd value is a typing error, and is refused before it fills the memory or waits
-# for ever.
+# Every number is bounded above: an absurd value is a typing error. It is refused before it fills the memory or makes
+# the run wait forever.
 MOST_SECONDS = 1e6  # more than eleven days
 MOST_UPDATES = 10_000_000
 MOST_WORKERS = 10_000
 MOST_STEPS = 1000
 MOST_BYTES = 2**60
-LARGEST = 1e12  # of coefficients and thresholds, where a large one switches something off
+LARGEST = 1e12  # of coefficients and thresholds; a large threshold switches a rule off
 
 SCHEDULERS = "the schedulers of diffusion models know 1000 timesteps"
 
@@ -47,11 +47,11 @@ Retries = Annotated[int, most(1000, ge=0)]
 InMemory = Annotated[int, most(100_000, "they all lie in memory", ge=1)]
 Alive = Annotated[int, most(10_000, "their samples are alive at once", ge=1)]
 
-# No path, address or name contains characters that a terminal obeys or a file name cannot hold.
+# No path, address or name contains control characters, or characters that a file name cannot contain.
 _PLAIN = {"why": "1 to 4096 characters, no line ends or control codes", "generous": True}
 Plain = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]{1,4096}\Z", extra=_PLAIN)]
 
-# No user and password, no query: a token goes into a header, where nothing logs it.
+# No user, password or query: a token belongs into a header, which nothing logs.
 _URL = {"why": "http:// or https://, a host, maybe a port and a path; no user, password or query"}
 Url = Annotated[str, Meta(pattern=r"^https?://[\w.\-\[\]:]+(/[\w.~/-]*)?\Z", extra=_URL)]
 Urls = Annotated[tuple[Url, ...], Meta(max_length=100)]
@@ -68,7 +68,7 @@ SizeText = Annotated[
 
 
 class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """Base of every section: unknown keys are errors, values never change after loading."""
+    """Base of every section: unknown keys are errors, and values never change after loading."""
 
 
 def bytes_of(text: str) -> int:
@@ -77,6 +77,6 @@ def bytes_of(text: str) -> int:
 
 
 def size_text(size: int) -> str:
-    """Return a size for a person: "1.5 GiB" for 1610612736."""
+    """Return a size as readable text: "1.5 GiB" for 1610612736."""
     unit = next((unit for unit in reversed(_UNITS) if size >= _UNITS[unit]), None)
     return f"{size} bytes" if unit is None else f"{size / _UNITS[unit]:.4g} {unit}"

@@ -1,4 +1,4 @@
-"""Reads the headers of safetensors files, which may come from anywhere, within bounds. Imports no torch.
+"""Reads the headers of safetensors files from any source within bounds. Imports no torch.
 
 The format: a little-endian u64 with the length of a JSON header, the header, and the tensors' bytes without gaps.
 """
@@ -18,7 +18,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """A tensor's entry. `data_offsets`: its begin and end, counted from the header's end."""
+    """A tensor's entry. `data_offsets`: its begin and end, relative to the header's end."""
 
     dtype: str
     shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=64)]
@@ -26,7 +26,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 class Header(NamedTuple):
-    """A file's content without the tensors' bytes, which are from `begin` to `end`."""
+    """A file's content without the tensors' bytes, which range from `begin` to `end`."""
 
     metadata: dict[str, str]
     tensors: dict[str, StoredTensor]
@@ -38,9 +38,10 @@ class Header(NamedTuple):
 
 
 def read_header(file: BinaryIO, size: int) -> Header:
-    """Read the header of a file of `size` bytes, from the file's position on.
+    """Read the header of a file of `size` bytes, from the file's current position.
 
-    Raises ValueError, whose text follows the file's name: it is cut off, too large, or of another format."""
+    Raises ValueError, whose text continues a sentence that begins with the file's name, if the file is cut off, its
+    header is too large, or its format differs."""
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     begin = LENGTH_BYTES + length
     if not 0 < length <= _LARGEST or begin > size:

@@ -1,7 +1,7 @@
-"""Reads a recipe's tree: plain data from its file, the files it extends and the overrides, before the schema is asked.
+"""Reads a recipe's tree: plain data from its file, the files it extends and the overrides, without the schema.
 
-Paths in a recipe are relative to the recipe, so that it runs from anywhere; on the command line, to the working
-directory. `run.dir` is always relative to the working directory.
+Paths in a recipe are relative to the recipe, so that it runs from anywhere. Paths on the command line, and `run.dir`
+always, are relative to the working directory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PATHS = (
     "reward.cache.path",
     "run.dir",
 )
-# Parameters of scorers that are registered under a short name. What those of `module:Class` mean is theirs.
+# Parameters that are paths, for scorers with a registered short name. A `module:Class` interprets its own parameters.
 _SCORER_PATHS = ("path", "processor", "head")
 _OWN_PATHS = {
     "object_checks": ("path", "clip"),
@@ -46,12 +46,12 @@ _LONGEST_NAME = 255  # bytes of a file's name
 def read_tree(path: Path, overrides: Sequence[str], within: Path | None = None) -> dict[str, Any]:
     """Read the recipe at `path` and apply the overrides `a.b.c=value`. Raises ConfigError.
 
-    `within`: a folder that neither the recipe nor the recipes it extends may lead out of."""
+    `within`: a folder that must contain the recipe and the recipes it extends."""
     return overridden(_read(path, within), overrides, path)
 
 
 def overridden(tree: dict[str, Any], overrides: Sequence[str], path: Path) -> dict[str, Any]:
-    """Set in `tree`, which is named `path` in errors, what the overrides say, and return it. Raises ConfigError."""
+    """Apply the overrides to `tree`, which errors name `path`, and return it. Raises ConfigError."""
     for override in overrides:
         key = set_override(tree, override)
         for below in _PATHS:
@@ -65,14 +65,14 @@ def overridden(tree: dict[str, Any], overrides: Sequence[str], path: Path) -> di
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the file of a readable recipe, and the files of the recipes it extends."""
+    """Return the file of a readable recipe and of the recipes it extends."""
     found: list[Path] = []
     _read(path, None, files=found)
     return found
 
 
 def named_paths(tree: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the absolute paths that a resolved recipe's tree reads, or another program below it: files and folders."""
+    """Yield the absolute paths of files and folders that a resolved recipe, or a program that it starts, reads."""
     for key in set(_PATHS) - {"run.dir", "checkpoint.resume"}:
         value: Any = tree
         for name in key.split("."):
@@ -83,7 +83,7 @@ def named_paths(tree: Mapping[str, Any]) -> Iterator[str]:
     for scorer in tree["reward"]["scorers"]:
         texts = [text for value in scorer["params"].values() for text in _absolute(value)]
         known = [text for key in path_params(scorer["name"]) for text in _absolute(scorer["params"].get(key))]
-        # A long text, or a folder that may not be entered, is an error of pathlib's.
+        # pathlib raises for a long text, or a folder without permission.
         yield from (text for text in texts if text in known or os.path.isfile(text))  # noqa: PTH113
 
 
@@ -104,7 +104,7 @@ def errors_of(file: Path) -> Iterator[None]:
 def _read(
     path: Path, within: Path | None, above: tuple[Path, ...] = (), files: list[Path] | None = None
 ) -> dict[str, Any]:
-    """Read the file's tree, merged over that of the recipe it `extends`, with paths resolved; list the `files`."""
+    """Read the file's tree, with paths resolved, and merge it over its base (`extends`). Append to `files`."""
     if files is not None:
         files.append(path)
     asked = f" ({above[-1]} extends it)" if above else ""
@@ -135,7 +135,7 @@ def _read(
 
 
 def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Merge `own` over `base`: sections key by key, everything else as a whole."""
+    """Merge `own` over `base`: sections key by key, other values as a whole."""
     merged = dict(base)
     for key, value in own.items():
         below = merged.get(key)
@@ -173,7 +173,7 @@ def _index(items: list[Any], key: str, override: str) -> int:
 
 
 def _quoted(override: str) -> str:
-    """Return the override without its value if that may be or hold a credential."""
+    """Return the override, without its value if that may be or contain a credential."""
     path, separator, value = override.partition("=")
     plain = (
         redact_text(value) == value
@@ -185,7 +185,7 @@ def _quoted(override: str) -> str:
 
 
 def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
-    """Make the path that stands at the key `path` absolute, if one does; relative ones start at `folder`."""
+    """Make the path at the key `path` absolute, if there is a path; a relative path starts at `folder`."""
     *names, key = path.split(".")
     section: Any = tree
     for name in names:
@@ -198,19 +198,19 @@ def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
     if path == "checkpoint.resume" and given == "auto":
         return
     if path == "run.dir":
-        folder = Path()  # runs go where the command is started
+        folder = Path()  # runs are relative to the working directory
         if not given.startswith("~"):
             return
     section[key] = _resolved(path, given, folder, hub=path == "model.path")
 
 
 def path_params(scorer: str) -> tuple[str, ...]:
-    """Return the parameters of a scorer that are paths; those of a `module:Class` are its own business."""
+    """Return the names of a scorer's parameters that are paths; none for a `module:Class`, which interprets its own."""
     return () if ":" in scorer else _OWN_PATHS.get(scorer, _SCORER_PATHS)
 
 
 def _anchor_scorers(tree: dict[str, Any], folder: Path) -> None:
-    """Make the paths of servers' models, and in the parameters of scorers, absolute."""
+    """Make the paths of servers' models and of scorers' parameters absolute."""
     section = tree.get("reward")
     servers = section.get("servers") if isinstance(section, dict) else None
     for number, server in enumerate(servers if isinstance(servers, list) else []):
@@ -228,9 +228,9 @@ def _anchor_scorers(tree: dict[str, Any], folder: Path) -> None:
 
 
 def _resolved(path: str, given: str, folder: Path, hub: bool) -> str:
-    """Return the absolute path that `given`, which stands at the key `path`, means: relative ones start at `folder`.
+    """Return the absolute path of `given`, the value of the key `path`; a relative path starts at `folder`.
 
-    What is not there may be the name of a checkpoint in the hub's cache, if `hub`."""
+    With `hub`, a missing path may be the name of a checkpoint in the hub's cache."""
     try:
         resolved = (folder / Path(given).expanduser()).resolve()
         if long := [size for name in resolved.parts if (size := len(os.fsencode(name))) > _LONGEST_NAME]:
@@ -243,9 +243,9 @@ def _resolved(path: str, given: str, folder: Path, hub: bool) -> str:
 
 
 def require_plain_tree(value: Any, path: tuple[str, ...] = ()) -> None:
-    """Refuse values that no field can mean, also inside a scorer's free-form options.
+    """Refuse values that no field accepts, also inside a scorer's free-form options.
 
-    They are nan, infinity, YAML's rarer types, and deep structures."""
+    These are nan, infinity, huge integers, texts that cannot be encoded, YAML's rarer types, and deep structures."""
     key_path = ".".join(path)
     if isinstance(value, (dict, list)):
         if len(path) > _DEEPEST:
@@ -272,7 +272,7 @@ def require_plain_tree(value: Any, path: tuple[str, ...] = ()) -> None:
 
 
 def _is_encodable(text: str) -> bool:
-    """Tell whether a text can be written to a file.
+    """Return whether a text can be encoded in UTF-8.
 
     It cannot with half a surrogate pair, as from "\\ud800" or a name on the command line that is not UTF-8."""
     try:

@@ -1,7 +1,7 @@
-"""Writes files that a reader never sees half written, and that no link at their path redirects.
+"""Writes files atomically, and never through a link at their path.
 
-Every result is written to a new name in its folder, synchronised, and renamed. A full disk or a kill leaves what was
-there before.
+Every result is written to a new name in its folder, synchronised, and renamed. A full disk or a kill leaves the old
+file intact.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def replacing(path: Path, streams: bool = False) -> Iterator[Path]:
-    """Give the path of an empty file to fill. It takes the place of `path` once the context is left without an error.
+    """Yield the path of an empty file, which replaces `path` when the context exits without an error.
 
-    A link, a pipe or a device at `path` is replaced and not followed. The mode of a file there is kept.
+    A link, a pipe or a device at `path` is replaced and not followed. The mode of an existing file is kept.
 
     Args:
         path: the file.
-        streams: give a device or a pipe, such as /dev/stdout, as it is: for a path that a user names as an output.
+        streams: yield a device or a pipe, such as /dev/stdout, unchanged: for a path that a user names as an output.
 
-    Raises OSError if the bytes do not fit: a network file system reports that only when they are synchronised."""
+    Raises OSError if the bytes do not fit; a network file system reports that only at synchronisation."""
     if streams and _is_stream(path):
         yield path
         return
@@ -52,7 +52,7 @@ def replacing(path: Path, streams: bool = False) -> Iterator[Path]:
     except OSError as error:
         if not finished:
             raise
-        # A mount point, or a file of somebody else in a shared folder.
+        # A mount point, or another user's file in a shared folder.
         raise OSError(error.errno, f"{error.strerror}; the result is at {partial}", str(path)) from None
     finally:
         if not finished:
@@ -60,7 +60,7 @@ def replacing(path: Path, streams: bool = False) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, content: bytes, streams: bool = False) -> None:
-    """Write `content` to `path`, as `replacing` does."""
+    """Write `content` to `path` with `replacing`."""
     with replacing(path, streams) as partial:
         partial.write_bytes(content)
 
@@ -73,7 +73,7 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 def require_replaceable(path: Path) -> None:
-    """Raise OSError if `replacing` could not begin, with `streams`; nothing is changed."""
+    """Raise OSError if `replacing` with `streams` could not begin; change nothing."""
     if _is_stream(path):
         return
     _require_no_folder(path)
@@ -84,7 +84,7 @@ def require_replaceable(path: Path) -> None:
 
 def new_beside(path: Path) -> Path:
     """Make an empty file with a new hidden name in the folder of `path`, and return its path."""
-    # Writers of pictures choose a format by the suffix. The stem is cut, since a name has a largest length.
+    # Image writers choose a format by the suffix. The stem is cut because the length of names is limited.
     stem, suffix = os.fsencode(path.stem)[:150], os.fsencode(path.suffix)[:50]
     name = b".%s.%d-%s.partial%s" % (stem, os.getpid(), secrets.token_hex(8).encode(), suffix)
     partial = path.with_name(os.fsdecode(name))
@@ -93,7 +93,7 @@ def new_beside(path: Path) -> Path:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Append to a plain file; create it if it is missing. After an OSError no part of `content` is in it."""
+    """Append to a plain file; create a missing file. After an OSError the file has no part of `content`."""
     with open_append(path) as file:
         end = file.tell()
         try:
@@ -106,26 +106,26 @@ def append(path: Path, content: bytes) -> None:
 
 
 def open_append(path: Path) -> FileIO:
-    """Open a plain file to write at its end; create it if it is missing. A write may take less than it was given.
+    """Open a plain file to write at its end; create a missing file. A write may be partial.
 
-    Raises OSError if the path is a link, a pipe or anything else that is no plain file."""
+    Raises OSError if the path is a link, a pipe or anything else that is not a plain file."""
     return _open_kept(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
 def open_update(path: Path) -> BinaryIO:
-    """Open an existing plain file, to read and write it in place. Raises OSError as `open_append`."""
+    """Open an existing plain file, to read and write it in place. Raises OSError like `open_append`."""
     return io.BufferedRandom(_open_kept(path, os.O_RDWR))
 
 
 def is_partial(path: Path) -> bool:
-    """Return whether `new_beside` made a file's name: a killed writer left the file."""
+    """Return whether a file's name comes from `new_beside`: then a killed writer has left the file."""
     return _PARTIAL.fullmatch(path.name) is not None
 
 
 def open_lock(path: Path) -> FileIO:
-    """Open a file, created if it is missing, and lock it until it is closed or the process ends.
+    """Open a file, creating a missing file, and lock it until it is closed or the process ends.
 
-    Raises BlockingIOError if another holder has the lock; OSError as `open_append`."""
+    Raises BlockingIOError if the lock is held elsewhere, and OSError like `open_append`."""
     file = _open_kept(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -152,7 +152,7 @@ def _open_kept(path: Path, flags: int) -> FileIO:
 
 
 def _mode(path: Path) -> int | None:
-    """Return the permissions of a plain file at `path`; None if no plain file is there."""
+    """Return the permissions of the plain file at `path`; None if there is none."""
     with contextlib.suppress(FileNotFoundError):
         found = path.lstat()
         return stat.S_IMODE(found.st_mode) if stat.S_ISREG(found.st_mode) else None
@@ -165,7 +165,7 @@ def _require_no_folder(path: Path) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    """Return whether `path` is a device or a pipe, or a name of an open file, which renaming would take away."""
+    """Return whether `path` is a device, a pipe, or a name of an open file, which renaming would replace."""
     given = path.absolute()
     named = given.is_relative_to("/proc") or given.is_relative_to("/dev/fd") or str(given).startswith("/dev/std")
     return named or (path.exists() and not path.is_file() and not path.is_dir())

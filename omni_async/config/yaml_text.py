@@ -1,4 +1,4 @@
-"""Reads and writes the YAML of recipes: plain data, no surprises, and errors of one line."""
+"""Reads and writes the YAML of recipes: plain data, with errors of one line."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from omni_async.config.redact import one_line
 _LONGEST_MESSAGE = 2000
 _LONGEST_NUMBER = 1000  # characters
 _LONGEST_TEXT = 2**18  # characters of a file
-_MOST_VALUES = 40_000  # keys included; each use of an alias counts in full: a few lines could expand to billions
+_MOST_VALUES = 40_000  # with keys; each use of an alias counts in full, since a few lines could expand to billions
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run; its text is all that the user is told: one line, whatever it quotes."""
+    """A configuration that cannot run. Its text, always one line, is the whole message to the user."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message, _LONGEST_MESSAGE))
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain YAML, except that a key given twice is an error, and some texts mean what they do in YAML 1.2.
+    """Plain YAML, except that a duplicate key is an error, and some texts have their meaning of YAML 1.2.
 
     `1e-4` is a number (YAML 1.1 wants `1.0e-4`), and `on`, `off`, `yes`, `no` and dates are text."""
 
@@ -41,7 +41,7 @@ class _Loader(yaml.SafeLoader):
         self._left = _MOST_VALUES
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Stop at the first node too many, before the text behind it is read."""
+        """Stop at the first node beyond the bound, before the text behind it is read."""
         self._left -= 1
         if self._left < 0:
             raise _too_many()
@@ -72,7 +72,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # YAML's rarer line breaks are folded away in every style but the double-quoted one, which escapes them.
+    # Every style except double-quoted, which escapes them, folds YAML's rarer line breaks away.
     style = '"' if set(text) & set("\x85\u2028\u2029") else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -90,7 +90,7 @@ for _class in (_Loader, _Dumper):
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Return plain data. ConfigError, which begins with `where`, if the text is not such YAML, or too much of it."""
+    """Return plain data. Raises ConfigError, which begins with `where`, if the text is invalid or too large."""
     if len(text) > _LONGEST_TEXT:
         raise ConfigError(f"{where}: longer than {_LONGEST_TEXT} characters")
     try:
@@ -114,12 +114,12 @@ def parse_yaml(text: str, where: str) -> Any:
         ArithmeticError,
         AttributeError,
         TypeError,
-    ) as error:  # what PyYAML's constructors do with `!!int ''` or `!!bool x`
+    ) as error:  # PyYAML's constructors raise these for `!!int ''` or `!!bool x`
         raise ConfigError(f"{where}: not valid YAML: a value does not fit its type: {error!r}") from None
 
 
 def _num_values(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """Count the nodes below and with `node`, each alias as its target in full.
+    """Count `node` and the nodes below it; an alias counts as its whole target.
 
     `known`: the counts by the identity of nodes; None for nodes that are still being counted."""
     if id(node) in known:
@@ -141,6 +141,6 @@ def _too_many() -> yaml.YAMLError:
 def to_yaml(tree: Any, compact: bool = False) -> str:
     """Dump plain data as YAML that `parse_yaml` reads back as the same data.
 
-    `compact`: lists and mappings of plain values take a line each."""
+    `compact`: write each list and mapping of plain values on one line."""
     style = None if compact else False
     return yaml.dump(tree, Dumper=_Dumper, default_flow_style=style, sort_keys=False, allow_unicode=True)

@@ -1,7 +1,7 @@
-"""Decides whether an outage is held against the sample or the scorer, and whether a scorer is simply wrong.
+"""Attributes an outage to the sample or to the scorer, and decides whether a scorer is simply wrong.
 
-Pure bookkeeping: knows of every reward worker whether its scorers have answered, and whether it waits for one of them.
-A scorer is wrong if it has scored nothing yet and fails samples of several prompts for good.
+Pure bookkeeping: records for every reward worker whether its scorers have answered, and whether it waits for one of
+them. A scorer is wrong if it has scored nothing yet and fails permanently for samples of several prompts.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from typing import Protocol
 from omni_async.config import Config
 from omni_async.types import SampleRequest
 
-# Of so many groups, or prompts of a validation round, a sample must fail before the scorer is to blame: some prompts
-# may be bad ones.
+# A scorer counts as wrong after permanent failures in this many groups, or prompts of a validation round: some prompts
+# may be bad.
 _ALL_WRONG = 4
 
 
 class Suspect(Protocol):
-    """A sample over which scorers may have gone down; `went_down` are their workers, since it was suspected last."""
+    """A sample that may have brought scorers down; `went_down` are their workers since it was suspected last."""
 
     went_down: frozenset[str]
 
 
 class Blame:
-    """What is known of the scorers. `has_scored`: as they are now, they have scored a sample of this run before."""
+    """The state of the scorers. `has_scored`: the current scorers have scored a sample of this run before."""
 
     def __init__(self, config: Config, has_scored: bool) -> None:
         at_once = config.slots
         self._enough = min(_ALL_WRONG, at_once)
         self._down: set[str] = set()
         self._proven: set[str] = set()
-        # Kind, group and prompt of samples that a scorer failed twice in the same way.
+        # Kind, group and prompt of samples that were rejected, or failed twice with the same error.
         self._wrong: set[tuple[str, int, int]] = set()
         self.has_scored = has_scored
 
     def asks(self, worker: str) -> None:
-        """Record that a reward worker asks for samples: its scorers answer, or it is gone."""
+        """Record that a reward worker is not waiting for a scorer: it requests samples, or is lost."""
         self._down.discard(worker)
 
     def scores(self, worker: str) -> None:
@@ -44,11 +44,10 @@ class Blame:
         self._proven.add(worker)
 
     def goes_down(self, worker: str, sample: Suspect) -> bool:
-        """Record that a scorer was down when its worker came to this sample.
+        """Record that a scorer was down when its worker submitted this sample. Return whether the sample is suspected.
 
-        Returns whether that is held against the sample: only the first one that a scorer is down for can have brought
-        it down, and only if it worked before. While other workers wait for a scorer too, an outage is expected, and
-        only a repetition with the same worker counts."""
+        Only the first sample of an outage can have caused it, and only if the scorer worked before. While other workers
+        wait for a scorer too, an outage is expected, and only a repetition with the same worker counts."""
         may_be_cause = worker in self._proven and worker not in self._down
         others_down = bool(self._down - {worker})
         self._down.add(worker)
@@ -61,7 +60,7 @@ class Blame:
         return True
 
     def is_wrong(self, request: SampleRequest) -> bool:
-        """Return whether the scorer is to blame, after another sample that it fails for good."""
+        """Record a sample for which a scorer fails permanently. Return whether the scorer is wrong."""
         if self.has_scored:
             return False
         self._wrong.add((request.kind, request.group, request.prompt.index))

@@ -1,10 +1,8 @@
-"""Defines the part of the control plane that a checkpoint keeps, so that a run goes on where it stopped.
+"""Defines the part of the control plane that a checkpoint contains.
 
-Nothing is lost, and nothing trained twice.
-
-The state is taken between two updates, when no group is in training. A resumed run ignores what happened after it: the
-lines that the ledger got since are void, and their groups are among those that the state lists as unfinished, or have
-numbers that are given out again, with the same prompts and seeds.
+A resumed run loses nothing and trains nothing twice. The state is taken between two updates, when no group is in
+training. A resumed run ignores everything later: later lines of the ledger are void. Their groups are unfinished in the
+state, or their numbers are assigned again, with the same prompts and seeds.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from omni_async.types import ReadyGroup
 class LedgerState(Struct, frozen=True):
     """Totals over the ledger's lines so far.
 
-    How many groups were admitted, how they ended, why (`reasons` of rejected ones, `drop_reasons` of dropped ones), and
-    how old they were when trained; how many bytes the lines are, and their digest. A state recorded before counts all
+    Counts of groups: admitted, by terminal event, by reason (`reasons` if rejected, `drop_reasons` if dropped), and by
+    staleness when trained. `size` is the lines' bytes, `digest` their digest. A state of an earlier version counts all
     reasons in `reasons`."""
 
     admitted: int = 0
@@ -38,9 +36,9 @@ class LedgerState(Struct, frozen=True):
 
 
 class Unfinished(Struct, frozen=True):
-    """A group that was admitted and not scored yet.
+    """An admitted group that is not fully scored.
 
-    `attempts` is the most generations that any of its samples needed."""
+    `attempts` is the largest number of generations that any of its samples needed."""
 
     group: int
     attempts: int = 1
@@ -49,11 +47,11 @@ class Unfinished(Struct, frozen=True):
 class ControlState(Struct, frozen=True):
     """The control plane between two updates.
 
-    `version` is the policy's, `next_group` the first number that was not given out, `images` those generated for
-    training, `validated` the last version a validation round began with. `ready` groups wait for the trainer; their
-    references lead to trajectories that the checkpoint holds too. `unfinished` groups are generated again. `rewards`
-    has the mean reward of each of the run's updates (null: it was not finite), `rounds` its validation, with every
-    sample's score: what rounds are compared by."""
+    `version` is the policy's, `next_group` the first unassigned number, `images` the number generated for training,
+    `validated` the last version up to which all validation rounds are over. `ready` groups wait for the trainer; their
+    references lead to trajectories in the same checkpoint. `unfinished` groups are generated again. `rewards` has the
+    mean reward of each update (null: it was not finite). `rounds` has the validation rounds, with every sample's score
+    for comparisons."""
 
     version: int = 0
     next_group: int = 0
@@ -68,8 +66,7 @@ class ControlState(Struct, frozen=True):
     def to_admit(self, max_updates: int, groups_per_update: int) -> Iterator[Unfinished | ReadyGroup]:
         """Yield the groups to admit again, in the order of their admission.
 
-        One that would be trained beyond the staleness budget, because that was made smaller meanwhile, is generated
-        again."""
+        A ready group that would exceed the staleness budget, because that was reduced meanwhile, is generated again."""
         groups: list[Unfinished | ReadyGroup] = [*self.unfinished, *self.ready]
         for position, one in enumerate(sorted(groups, key=lambda one: one.group)):
             trained_from = self.version + position // groups_per_update

@@ -1,7 +1,7 @@
 """Hosts the whole control plane in one asyncio class, the coordinator.
 
-All other roles ask it for work and report their results to it. It is a shell: what may happen to a sample and to a
-group, and what that releases, is said by the transition tables of their owners, `SampleTable` and `GroupTable`.
+All other roles request work from it and report their results to it. It is a shell: the transition tables of
+`SampleTable` and `GroupTable` define which events a sample or a group accepts, and which resources an event releases.
 
   samples    QUEUED --> LEASED --> GENERATED --> SCORING --> SCORED        (sample_table.py)
              producer   engine                   reward      |
@@ -14,15 +14,15 @@ group, and what that releases, is said by the transition tables of their owners,
 | `next_samples`  | producer | a queued sample and                | admission (a slot freed), a score,               |
 |                 |          | a trajectory slot                  | a retry, validation                              |
 | `next_to_score` | rewarder | a generated sample                 | `samples_done`, a retried score, its pause's end |
-| `closing`       | rewarder | the end of the run                 | its end, however it comes                        |
+| `closing`       | rewarder | the end of the run                 | its end, in whatever way                         |
 | `next_groups`   | trainer  | the group that may be trained next | the group's last score                           |
 | `addresses`     | anyone   | a service's worker to be ready     | `service_ready`, the end of the run              |
 | `events`        | driver   | anything that happened             | any of the above                                 |
 
-The end of the run unblocks all of them (`ending.py` says how a run ends). No call here touches a tensor or runs in
-another thread, and none blocks but for the ledger's file, which `continuation` synchronises; state changes only
-between awaits, and a call that may have freed something ends with `_settle`, which admits groups and wakes who can go
-on. A worker that leaves gets an empty answer at once.
+The end of the run unblocks all of them (`ending.py` describes how a run ends). No call here touches a tensor or runs in
+another thread. Only `continuation` blocks: it synchronises the ledger's file. State changes only between awaits. A call
+that may have freed something ends with `_settle`, which admits groups and wakes callers that can continue. A worker
+that leaves gets an empty answer at once.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class Coordinator(Bulletin):
         ledger_sync: Callable[[], None] = lambda: None,
         has_scored: bool = False,
     ) -> None:
-        """Start a run, or go on with it.
+        """Start or resume a run.
 
         Args:
-            start: The state that an earlier attempt of the run reached, if there was one.
+            start: The state that an earlier attempt of the run reached, if any.
             ledger_sync: Makes the lines given to `ledger_sink` survive a crash of the machine.
-            has_scored: The scorers, as they are now, have scored samples of this run: it waits for one that fails."""
+            has_scored: The current scorers have scored samples of this run, so the run waits for a failing scorer."""
         super().__init__(config)
         start = start or ControlState()
         self._ledger_sync = ledger_sync
@@ -108,7 +108,7 @@ class Coordinator(Bulletin):
         self._ending = Ending(self._groups, self._samples, self._log, ledger_sync)
 
     def _settle(self) -> None:
-        """Admit groups, and wake the first producer and reward worker that can go on."""
+        """Admit groups, and wake the first producer and reward worker that can continue."""
         self._admit()
         self._producers.notify()
         self._rewarders.notify()
@@ -116,10 +116,10 @@ class Coordinator(Bulletin):
     # ---- producers ---------------------------------------------------------------------------------------------------
 
     async def next_samples(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
-        """Wait until there are samples for an engine, and lease them; none if the run is over, or goes on without it.
+        """Wait for samples for an engine, and lease them. The list is empty if the run is over or the engine has left.
 
         Args:
-            engine: its name; it gets none before it holds checked weights.
+            engine: its name; it gets no samples before it holds checked weights.
             free: how many more samples it can take now.
             capacity: how many it can hold in all."""
         while self.versions.of(engine) < 0 and self.versions.knows(engine) and not self._closed:
@@ -129,8 +129,8 @@ class Coordinator(Bulletin):
         )
 
     async def samples_done(self, engine: str, results: list[SampleResult]) -> None:
-        """Take generated samples. Raises the error of a result that cannot be right; its sample is made again."""
-        frees = self._samples.bytes.bound is not None  # they may be smaller than was reserved for them
+        """Take generated samples. Raises the error of an invalid result; its sample is generated again."""
+        frees = self._samples.bytes.bound is not None  # they may be smaller than their reservation
         for result in results:
             sample = self._samples.answered(engine, result.sample_id)
             if sample is None:
@@ -155,9 +155,9 @@ class Coordinator(Bulletin):
         """Generate the sample again with the same seed; after `rollout.retries` the group is dropped.
 
         Args:
-            engine: the name of the engine that could not make it.
-            sample_id: the sample's; nothing is made again if it is not leased to that engine any more.
-            error: what went wrong, for the ledger."""
+            engine: the name of the engine that failed.
+            sample_id: the sample's; ignored if that engine no longer has the lease.
+            error: the cause, for the ledger."""
         sample = self._samples.answered(engine, sample_id)
         if sample is not None:
             self._carry_out(self._samples.generation_failed(sample, error))
@@ -166,7 +166,7 @@ class Coordinator(Bulletin):
     # ---- reward workers ----------------------------------------------------------------------------------------------
 
     async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
-        """Return up to `limit` generated samples; none if the run is over, or goes on without this worker."""
+        """Return up to `limit` generated samples; an empty list if the run is over or this worker has left."""
         self._samples.blame.asks(worker)
         return await self._rewarders.take(lambda: [] if self._closed else self._samples.jobs(worker, limit), worker)
 
@@ -177,26 +177,26 @@ class Coordinator(Bulletin):
         self._settle()
 
     async def report_scorers(self, worker: str, reports: list[ScorerReport]) -> None:
-        """Count what the scorers of a worker did since its last report."""
+        """Add a worker's scorer counts since its last report."""
         self._scorers.add(worker, reports)
 
     async def scorer_wrong(self, reason: str) -> bool:
         """Record that a scorer fails its trial before it gets a sample, in the same way every time.
 
-        Returns whether that ends the run: not if samples were scored before, for then something that scorers need has
-        gone, and may come back."""
+        Returns whether that ends the run. It does not if samples were scored before: then the scorers have lost
+        something that they need, and may recover."""
         if self._samples.blame.has_scored:
             return False
         self._close("failed", reason)
         return True
 
     def _resume(self, sample: Sample) -> None:
-        """Queue a sample to be scored again: its pause is over."""
+        """Queue a sample to be scored again after its pause."""
         self._samples.resume(sample)
         self._rewarders.notify()
 
     def _carry_out(self, outcome: Outcome | None) -> None:
-        """Carry out what the sample table asks for."""
+        """Carry out an outcome of the sample table."""
         if outcome is None:
             return
         owner = outcome.sample.owner
@@ -208,7 +208,7 @@ class Coordinator(Bulletin):
         elif isinstance(owner, ValidationRound):
             if outcome.event != "complete":
                 owner.leave_out(outcome.sample, outcome.reason)
-            self._end_round(owner)  # if that was its last sample, scored or without a score
+            self._end_round(owner)  # ends only after its last sample, scored or not
         elif isinstance(owner, Group):
             if outcome.event != "complete":
                 self._end_group(owner, outcome.event, outcome.reason)
@@ -216,7 +216,7 @@ class Coordinator(Bulletin):
                 self._complete(owner)
 
     def _complete(self, group: Group) -> None:
-        """Hand a group whose samples are all scored to the trainer, or reject it if there is nothing to learn."""
+        """Hand a fully scored group to the trainer, or reject it if it has nothing to teach."""
         try:
             group.level(self._formula)
         except NoReward as error:
@@ -256,9 +256,10 @@ class Coordinator(Bulletin):
         self._factory.fields = fields
 
     async def next_groups(self, version: int, needed: int) -> list[ReadyGroup]:
-        """Return groups for the update that starts from `version` and needs `needed` more, as many as may be trained.
+        """Return the groups that may be trained now, at least one and at most `needed`.
 
-        The list is empty if the run is over, and the update will not be made."""
+        They are for the update that starts from `version` and needs `needed` more groups. The list is empty if the run
+        is over: the update is then not made."""
         taken: list[ReadyGroup] = []
         while not self._closed:
             while len(taken) < needed and (ready := self._take(version, needed - len(taken))):
@@ -271,9 +272,9 @@ class Coordinator(Bulletin):
         return []
 
     def _take(self, version: int, needed: int) -> ReadyGroup | None:
-        """Return the next group to train; None if there is none, or the run is over because one is too old.
+        """Return the next group to train; None if no group is ready, or if a stale group has ended the run.
 
-        With `staleness.exact` there is none while anything could still be generated."""
+        With `staleness.exact`, the result is None while anything could still be generated."""
         if self._config.staleness.exact and not (self.versions.held == version and self._groups.all_ready):
             return None
         try:
@@ -286,10 +287,10 @@ class Coordinator(Bulletin):
         return ready
 
     async def update_done(self, report: UpdateReport) -> bool:
-        """Record that the trainer made `report.version` from these groups.
+        """Record that the trainer made `report.version` from these groups. Return whether the run continues.
 
-        They are trained, and their slots wait for the publish. A report after the run ended comes too late: its groups
-        are in the ledger as dropped. Returns whether the run goes on."""
+        Their slots are freed by the publish. A report after the end of the run is ignored: the ledger already has its
+        groups as dropped."""
         self.versions.trained = report.version
         if self._ending.state is not None:
             return False
@@ -318,7 +319,7 @@ class Coordinator(Bulletin):
         return not self._closed
 
     async def group_gone(self, group: int, reason: str) -> None:
-        """Make a group again that the trainer has taken and cannot read; it is taken before any other."""
+        """Regenerate a group that the trainer has taken and cannot read; the trainer takes it before any other."""
         if self._closed or (owner := self._groups.give_back(group)) is None:
             return
         if owner.losses > self._config.rollout.retries:
@@ -335,14 +336,14 @@ class Coordinator(Bulletin):
         self.versions.announce(version, digest)
 
     async def engine_holds(self, report: WeightReport) -> None:
-        """Record that an engine swapped; a version that all of them hold frees the slots of its groups."""
+        """Record that an engine swapped weights; a version that all engines hold frees the slots of its groups."""
         if not self.versions.knows(report.engine):
-            return  # it was on its way when the engine was given up
+            return  # the report was under way when the engine was removed
         before, newcomer = self.versions.held, self.versions.of(report.engine) < 0
         try:
             self.versions.report(report)
         except WeightMismatch as error:
-            await self.engine_lost(report.engine, str(error))  # and with it the samples it made with them
+            await self.engine_lost(report.engine, str(error))  # its samples, made with those weights, are lost too
             return
         if newcomer and self.versions.held is not None:
             self._weights.notify()
@@ -359,7 +360,7 @@ class Coordinator(Bulletin):
         self._finish_if_complete()
 
     def _admit(self) -> None:
-        """Admit groups while there is a slot, room for them downstream, and an update left that will train them."""
+        """Admit groups while there is a free slot, room in the buffers, and an update left to train them."""
         version = self.versions.held
         if version is None or self._closed:
             return
@@ -370,7 +371,7 @@ class Coordinator(Bulletin):
             self._samples.add_samples(group)
             if former is not None:
                 problems = [self._samples.restore(*each) for each in group.restored(former)]
-                self._groups.complete(group)  # first: if the run is over now, the next attempt has it ready, too
+                self._groups.complete(group)  # first, so that the next attempt has it ready if the run ends now
                 if problem := next(filter(None, problems), None):
                     self._close("failed", problem)
                     return
@@ -384,7 +385,7 @@ class Coordinator(Bulletin):
         self._samples.engines.add(engine)
 
     async def engine_lost(self, engine: str, reason: str) -> None:
-        """Remove an engine that is gone: others make its samples again; its late messages are ignored."""
+        """Remove a lost engine. Other engines regenerate its samples; its late messages are ignored."""
         if not self.versions.knows(engine):
             return
         if not self._closed:
@@ -401,7 +402,7 @@ class Coordinator(Bulletin):
         self._settle()  # samples of groups that had ended held bytes until now
 
     async def objects_lost(self, engine: str) -> None:
-        """Make samples again that a lost process had stored and the trainer has not read."""
+        """Regenerate samples that a lost process had stored and the trainer has not read."""
         if self._closed:
             return
         for sample in self._samples.made_by(engine):
@@ -410,19 +411,19 @@ class Coordinator(Bulletin):
         self._settle()
 
     async def engine_leaves(self, engine: str) -> None:
-        """Stop giving work to an engine; `engine_lost` follows when it has answered for its leases."""
+        """Stop giving work to an engine; `engine_lost` follows once it has reported on all its leases."""
         self._samples.engines.discard(engine)
         self._producers.evict(engine)
 
     async def scorer_lost(self, worker: str) -> None:
-        """Remove a reward worker that is gone, or given up: others score the samples it had taken."""
+        """Remove a reward worker that is lost or abandoned; other workers score the samples it had taken."""
         await self.scorer_leaves(worker)
         for outcome in self._samples.worker_lost(worker):
             self._carry_out(outcome)
         self._settle()
 
     async def scorer_leaves(self, worker: str) -> None:
-        """Stop giving work to a reward worker that is not needed any more; it answers for the samples it has."""
+        """Stop giving work to a reward worker that is no longer needed; it finishes the samples it has."""
         self._samples.lost_workers.add(worker)
         self._rewarders.evict(worker)
         self._scorers.forget(worker)
@@ -434,7 +435,7 @@ class Coordinator(Bulletin):
             self._close("done", None)
 
     async def stop(self, reason: str) -> None:
-        """End the run early, in order: workers see their calls return nothing."""
+        """End the run early, in order: the workers' calls return nothing."""
         self._close("interrupted", reason)
 
     async def fail(self, reason: str) -> None:
@@ -455,7 +456,7 @@ class Coordinator(Bulletin):
             self._end()
 
     async def conclude(self) -> None:
-        """Drop what the trainer has not answered for, once every role has finished, or is given up."""
+        """Drop the groups that the trainer has not reported, once every role has finished or is abandoned."""
         self._close("failed", "the roles finished before the run did")
         self._end()
         self._log.add("concluded", {})
@@ -469,10 +470,10 @@ class Coordinator(Bulletin):
         self._source.take_up(groups)
 
     async def continuation(self) -> ControlState:
-        """Return the state for a checkpoint of the newest version; the trainer asks between two updates.
+        """Return the state for a checkpoint of the newest version; the trainer calls this between two updates.
 
-        Once the run has ended: the state before unfinished groups were dropped. OSError if the ledger lines that it
-        counts are not safe."""
+        After the end of the run, it is the state before unfinished groups were dropped. Raises OSError if the ledger
+        lines that it counts are not safe."""
         self._ledger_sync()
         return self._ending.state or self._state()
 
@@ -480,7 +481,7 @@ class Coordinator(Bulletin):
         return control_state(self.versions, self._source, self._groups, self._samples, self._validation, self._record)
 
     async def statistics(self) -> dict[str, Any]:
-        """Return what buffers hold, how groups ended, and which versions and addresses there are."""
+        """Return the contents of buffers, the ends of groups, the versions of engines and the addresses of services."""
         return {
             "buffers": buffer_statistics(self._groups, self._samples),
             "conservation": self.ledger.counters(),

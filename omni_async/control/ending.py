@@ -1,8 +1,8 @@
-"""Keeps how a run ends, in two steps.
+"""Ends a run in two phases: closing, ended.
 
-*Closing*: no worker gets work, and every wait returns nothing. *Ended*: the trainer has answered for the update under
-way, by `update_done` (its groups are trained, as the checkpoint that follows has them) or by leaving it; groups
-unfinished then are dropped, though a run resumed from the checkpoint admits them again.
+*Closing*: no worker gets work, and every wait returns nothing. *Ended*: the trainer has finished the current update
+with `update_done` (its groups are trained, as in the checkpoint that follows) or has abandoned it. Groups that are
+unfinished at that time are dropped; a run resumed from the checkpoint admits them again.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from omni_async.control.sample_table import SampleTable
 class Ending:
     """The end of a run.
 
-    `outcome` is its status and the reason, once it is closing; `state` the control plane before groups were dropped,
-    once it has ended."""
+    `outcome` is its status and the reason, set when it begins to close. `state` is the control plane's state before
+    groups were dropped, set when it has ended."""
 
     def __init__(
         self, groups: GroupTable, samples: SampleTable, log: EventLog, ledger_sync: Callable[[], None]
@@ -33,15 +33,15 @@ class Ending:
         self.state: ControlState | None = None
 
     def decide(self, status: str, reason: str | None) -> None:
-        """Decide how the run ends. Called once, when it begins to close."""
+        """Set the run's final status. Called once, when it begins to close."""
         assert self.outcome is None
         self.outcome = (status, reason)
         self._log.add("closing", {"status": status, "reason": reason})
 
     def drop_groups(self, state: ControlState) -> None:
-        """Drop the groups that are left, and report the end.
+        """Drop the remaining groups, and report the end.
 
-        Called once, when the run is closing and the trainer has answered."""
+        Called once, when the run is closing and the trainer has finished or abandoned its update."""
         assert self.outcome is not None
         self.state = state
         status, reason = self.outcome
@@ -55,7 +55,7 @@ class Ending:
         problem = ledger.problem
         if status == "done":
             try:
-                # Where no update was left to make, nothing has made the lines of a former attempt void yet.
+                # If no update was left to make, the void lines of a former attempt are still in the file.
                 self._ledger_sync()
             except OSError as error:
                 problem = problem or f"the ledger cannot be written: {error}"

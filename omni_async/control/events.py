@@ -1,7 +1,7 @@
-"""Passes on what the control plane decides nothing about: events to the driver, and the addresses of services.
+"""Passes events to the driver and addresses of services to roles; the control plane decides nothing about them.
 
-`events` waits for anything that happened, `addresses` for a worker of the service to be ready, `closing` for the end of
-the run, which unblocks all three.
+`events` waits for any event, `addresses` for a ready worker of the service, `closing` for the end of the run, which
+unblocks all three.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class EventLog:
         self._event = Event()
 
     def add(self, kind: EventKind, data: dict[str, Any], shown: tuple[Shown, ...] = ()) -> None:
-        """Pass an event on.
+        """Queue an event for the driver.
 
         Args:
             kind, data: as in `RunEvent`.
@@ -66,36 +66,36 @@ class Bulletin:
         self._roles = [*config.services]
         self._log = EventLog()
         self._addresses: dict[str, str] = {}  # of the workers of services, by name
-        self._closed = False  # the run is over, or about to be
-        self._changed = Event()  # `_addresses` or `_closed` did
+        self._closed = False  # the run is over or closing
+        self._changed = Event()  # set by a change of `_addresses` or `_closed`
 
     async def events(self) -> list[RunEvent]:
-        """Return what happened since the last call, at least one event."""
+        """Return the events since the last call, at least one."""
         return await self._log.take()
 
     async def report_spans(self, spans: list[Span]) -> None:
-        """Pass stretches of time on to the driver."""
+        """Pass spans of time to the driver."""
         self._log.add("spans", {"spans": spans})
 
     async def phase(self, text: str) -> None:
-        """Pass a message for the user on to the driver; credentials are masked."""
+        """Pass a message for the user to the driver; credentials are masked."""
         self._log.add("phase", {"text": redact_text(text)})
 
     async def service_ready(self, worker: str, address: str) -> None:
-        """Make known how a service's worker is reached."""
+        """Publish the address of a service's ready worker."""
         self._addresses[worker] = address
         self._changed.notify()
         await self.phase(f"{worker}: ready" + (f" at {address}" if address else ""))
 
     async def service_lost(self, worker: str) -> None:
-        """Forget the address of a service's worker that is gone, or leaves."""
+        """Remove the address of a service's worker that is lost or leaves."""
         self._addresses.pop(worker, None)
 
     async def addresses(self, role: str) -> dict[str, str]:
-        """Return how the ready workers of a service are reached, by name, once there is one.
+        """Wait for a ready worker of a service; return the addresses of all its ready workers, by name.
 
-        Returns nothing if the run is over before. ValueError for a role that the recipe does not name: nobody would
-        ever be ready."""
+        Returns an empty dict if the run ends first. Raises ValueError for a role that the recipe does not name, because
+        no worker of it would ever be ready."""
         if role not in self._roles:
             raise ValueError(f"addresses: expected a role of the recipe, one of {self._roles}, got {role!r}")
         while True:
@@ -105,6 +105,6 @@ class Bulletin:
             await self._changed.wait()
 
     async def closing(self) -> None:
-        """Return once no worker gets work any more, for workers that wait for something else than work."""
+        """Wait until workers get no more work; for workers that wait for something other than work."""
         while not self._closed:
             await self._changed.wait()

@@ -1,7 +1,7 @@
-"""Owns every live prompt group: what state it is in, and what may happen to it next.
+"""Owns every live prompt group: its state, and the events that it accepts.
 
-Pure bookkeeping: waits for nothing and calls nobody but the ledger, the independent auditor, in which every admitted
-group ends in one line.
+Pure bookkeeping: waits for nothing and calls only the ledger, an independent auditor that gets one line for the end of
+every admitted group.
 
              complete          take                train            publish
   MAKING ----------------> READY ----> TRAINING ----------> TRAINED ------> GONE
@@ -21,15 +21,16 @@ group ends in one line.
 | REMADE   | slot                             | the trainer, which takes it before any younger group         |
 | TRAINED  | slot                             | every engine to hold the weights that came out of its update |
 
-What a transition releases is what the state before held and the next one does not. There are (S + 1) x P slots, and
-every group in the table has one; so a group admitted at version a always meets a trainer that is at most S updates
-further: everything in flight, the trained and not yet held included, fits into S + 1 updates. Places are taken when a
-group is admitted, so a ready group never waits for one, and a buffer full of young groups while the trainer waits for
-the oldest cannot form.
+A transition releases everything that the old state held and the new state does not.
+
+There are (S + 1) x P slots, and every group in the table has one. Everything in flight, including trained groups whose
+version is not yet held, therefore fits into S + 1 updates: a group admitted at version a reaches a trainer that is at
+most S updates further. Places are taken at admission. A ready group therefore never waits for a place, and the buffer
+cannot fill with young groups while the trainer waits for the oldest.
 
 Groups are taken in windowed admission order. `buffer.window` = 1 is strict first-in-first-out. With a larger window a
-ready group may overtake up to `window - 1` older ones that are not ready, but only while every other untaken group can
-still be trained within its own budget: group g, admitted at version a, must be taken by update a + S, so before a
+ready group may overtake up to `window - 1` older groups that are not ready, but only while every other untaken group
+can still be trained within its own budget. Group g, admitted at version a, must be taken by update a + S. So before a
 younger group takes a position in an update, enough positions must be left for all groups due by each later update.
 """
 
@@ -74,7 +75,7 @@ GROUP_TRANSITIONS: dict[tuple[GroupState, GroupEvent], GroupState] = {
     (READY, END): GONE,
     (TRAINING, RETURN): REMAKING,
     (TRAINING, TRAIN): TRAINED,
-    (TRAINING, END): GONE,  # the trainer will not answer for it any more
+    (TRAINING, END): GONE,  # the trainer will not report it any more
     (REMAKING, COMPLETE): REMADE,
     (REMAKING, END): GONE,
     (REMADE, SPOIL): REMAKING,
@@ -83,19 +84,19 @@ GROUP_TRANSITIONS: dict[tuple[GroupState, GroupEvent], GroupState] = {
     (TRAINED, PUBLISH): GONE,
 }
 _HOLDS_PLACE = frozenset({MAKING, READY})
-# So many groups, or four times as many as there are slots, may end untrained one after the other: a run in which all do
-# would never end.
+# A run ends if this many groups in a row, or four times the number of slots, end untrained: without this bound, a run
+# whose groups all end untrained would never end.
 _FRUITLESS = 32
 
 
 def has_signal(scores: Sequence[Score], *, each_scorer: bool = False) -> bool:
-    """Return False when all rewards of the group are equal (or there are fewer than two): then every advantage is 0.
+    """Return False if all rewards of the group are equal, or if it has fewer than two: then every advantage is 0.
 
-    With `each_scorer` the scorers' own values count too: advantages made per scorer may differ where the sums are
-    equal."""
+    With `each_scorer` the scorers' own values count too: advantages computed per scorer may differ although the sums
+    are equal."""
     columns: list[list[float]] = [[score.value for score in scores]]
     if each_scorer:
-        # A scorer that was not asked, or is left out, has no value of any of them.
+        # A scorer that was not called, or is left out, has no value for any of the samples.
         values = zip(*(score.values for score in scores), strict=True)
         columns += [[value for value in column if value is not None] for column in values]
     return any(len(column) > 1 and min(column) != max(column) for column in columns)
@@ -106,10 +107,10 @@ class TooStale(RuntimeError):
 
 
 class Group(SampleSet):
-    """An admitted group and its samples, all drawn as `bucket` says.
+    """An admitted group and its samples, all generated in the shape of `bucket`.
 
-    `losses` counts how often the trainer could not read it, `ready` is what the trainer takes, once it is complete.
-    `left_out` are the scorers that its rewards are made without."""
+    `losses` counts how often the trainer could not read it. `ready` is the message for the trainer, set once the group
+    is complete. `left_out` are the scorers that its rewards do without."""
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class Group(SampleSet):
         self.left_out: tuple[str, ...] = ()
 
     def restored(self, ready: ReadyGroup) -> Iterator[tuple[Sample, SampleResult, Score]]:
-        """Yield the group's samples with what they were in `ready`."""
+        """Yield the group's samples with their results and scores from `ready`."""
         former = {sample.sample_id: sample for sample in ready.samples}
         for sample in self.samples:
             one = former[sample.request.sample_id]
@@ -142,7 +143,7 @@ class Group(SampleSet):
             yield sample, result, one.score
 
     def level(self, formula: RewardFormula) -> None:
-        """Leave a scorer that has failed one of the samples out of all. Raises NoReward."""
+        """Leave a scorer that failed for one sample out of all samples. Raises NoReward."""
         scores, self.left_out = formula.level(self.prompt, self.scores)
         if self.left_out:
             for sample, score in zip(self.samples, scores, strict=True):
@@ -153,8 +154,8 @@ class Group(SampleSet):
         return [s.score for s in self.samples if s.score is not None]
 
     def is_worth_training(self, advantage: Advantage) -> bool:
-        """Return whether the complete group goes to the trainer, or is rejected because it has nothing to teach."""
-        # Against the rewards its prompt had before, even a group of equal rewards has a signal.
+        """Return whether the complete group goes to the trainer; otherwise it has nothing to teach and is rejected."""
+        # Compared with earlier rewards of its prompt, even a group of equal rewards has a signal.
         may_reject = advantage.drop_zero_variance and not advantage.track_prompts
         return not may_reject or has_signal(self.scores, each_scorer=advantage.aggregate != "rewards")
 
@@ -167,13 +168,13 @@ class Group(SampleSet):
     def entry(self, run: str, event: Terminal, reason: str | None) -> LedgerEntry:
         """Return the group's line of the ledger.
 
-        Staleness is the version trained from, one before `trained_version`, minus the oldest that took a step, or minus
-        the one of admission where no policy took any.
+        Staleness is the version trained from (`trained_version` - 1) minus the oldest version that took a step. If no
+        policy took a step, it is computed from the version of admission.
 
         Args:
             run: the run's id.
             event: how the group ended.
-            reason: why it was not trained, with credentials masked; None if it was."""
+            reason: why it was not trained; None if it was. The line masks credentials."""
         versions, scores, trained = self.step_versions, self.scores, self.trained_version
         oldest = versions[0] if versions else self.admitted_version
         return LedgerEntry(
@@ -193,7 +194,7 @@ class Group(SampleSet):
         )
 
     def make_ready(self) -> ReadyGroup:
-        """Return the group as the trainer takes it, when every sample is scored."""
+        """Return the group in the form that the trainer takes. Raises ValueError unless every sample is scored."""
         samples = []
         for sample in self.samples:
             made, score = sample.result, sample.score
@@ -220,7 +221,7 @@ class GroupTable:
         self._num_fruitless = 0  # groups in a row that ended without being trained
         self.ledger = ledger
         self.groups: dict[int, Group] = {}
-        # Indexes and counts over `groups`: those with a place in the replay buffer, and by what version they are due.
+        # Indexes over `groups`: with a place in the replay buffer, and counts of these by version of admission.
         self._placed: OrderedDict[int, Group] = OrderedDict()
         self._admitted_at: Counter[int] = Counter()
         self._num: Counter[GroupState] = Counter()
@@ -228,7 +229,7 @@ class GroupTable:
     # ---- transitions -------------------------------------------------------------------------------------------------
 
     def _move(self, group: Group, event: GroupEvent) -> None:
-        """Apply the transition table, and free what the group holds no longer. Raises ValueError."""
+        """Apply the transition table, and free what the group no longer holds. Raises ValueError."""
         before, after = group.state, GROUP_TRANSITIONS.get((group.state, event))
         if after is None:
             raise ValueError(f"group {group.number} is {before.name}: {event.name} cannot happen to it")
@@ -259,7 +260,7 @@ class GroupTable:
         )
 
     def admit(self, group: Group) -> None:
-        """Give the group a slot and a place. Raises ValueError if there is none."""
+        """Give the group a slot and a place. Raises ValueError if none is free."""
         if len(self.groups) >= self._num_slots or len(self._placed) >= self._num_places:
             raise ValueError(
                 f"no room for group {group.number}: {len(self.groups)} of {self._num_slots} slots and"
@@ -271,15 +272,15 @@ class GroupTable:
         self._num[MAKING] += 1
 
     def complete(self, group: Group) -> None:
-        """Hand the group to the trainer: every sample is scored."""
+        """Hand a fully scored group to the trainer."""
         self._num_fruitless = 0
         group.ready = group.make_ready()
         self._move(group, COMPLETE)
 
     def spoil(self, group: Group) -> bool:
-        """Take a group of which samples are gone back from those that wait for the trainer, if it is one of them.
+        """Stop a group from being trained before its lost samples are regenerated.
 
-        Returns False if the trainer has it, which says so if it cannot read it."""
+        Returns False if the trainer already has it; the trainer reports if it cannot read it."""
         if group.state in (TRAINING, TRAINED):
             return False
         group.ready = None
@@ -301,7 +302,7 @@ class GroupTable:
 
     @property
     def all_ready(self) -> bool:
-        """Return whether every group that the trainer does not have could be taken."""
+        """Return whether no group waits for samples, so that the trainer could take every remaining group."""
         return not self._num[MAKING] and not self._num[REMAKING]
 
     @property
@@ -326,7 +327,7 @@ class GroupTable:
 
     def _next(self, update: int, needed: int) -> Group | None:
         if self._num[REMAKING] or self._num[REMADE]:
-            # Younger groups wait for these: they would push them into a later update, and beyond the staleness budget.
+            # Younger groups must not overtake these: that would delay them beyond the staleness budget.
             return next((group for group in self.groups.values() if group.state is REMADE), None)
         for overtaken, group in enumerate(self._placed.values()):
             if overtaken >= self._window:
@@ -346,7 +347,7 @@ class GroupTable:
         return True
 
     def trained(self, report: UpdateReport) -> list[tuple[Group, ReadyGroup]]:
-        """Record that the update is made and return its groups; their slots wait for the version to be held."""
+        """Record a finished update and return its groups; their slots wait until all engines hold the version."""
         trained = []
         for group in [self.groups[number] for number in report.groups]:
             self._move(group, TRAIN)
@@ -370,12 +371,12 @@ class GroupTable:
         """Reject or drop a group.
 
         Args:
-            group: one that is not trained.
+            group: a group that is not trained.
             event: `rejected` or `dropped`.
-            reason: why, for the ledger.
+            reason: the cause, for the ledger.
 
         Returns:
-            Why the run should end, if too many groups in a row have ended so; else None."""
+            Why the run should end, if too many groups in a row have ended untrained; else None."""
         self._move(group, END)
         self.ledger.end(group.entry(self._run_id, event, reason))
         self._num_fruitless += 1
@@ -384,7 +385,7 @@ class GroupTable:
         return f"{self._num_fruitless} groups in a row ended without being trained; the last one was {event}: {reason}"
 
     def drop_all(self, reason: str) -> list[Group]:
-        """Drop and return all groups: the run is over, and the trainer will not answer for its own."""
+        """Drop and return all groups, the trainer's included, because the run is over."""
         dropped = [group for group in self.groups.values() if group.state is not TRAINED]
         for group in dropped:
             self._move(group, END)
@@ -394,7 +395,7 @@ class GroupTable:
     # ---- watching ----------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[tuple[Unfinished, ...], tuple[ReadyGroup, ...]]:
-        """Return the groups that are not complete yet, and those that are, the trainer's included."""
+        """Return the groups that are not complete yet, and the complete groups, the trainer's included."""
         live = [group for group in self.groups.values() if group.state is not TRAINED]
         unfinished = tuple(Unfinished(group.number, group.attempts) for group in live if group.ready is None)
         return unfinished, tuple(group.ready for group in live if group.ready is not None)

@@ -1,14 +1,14 @@
 """Bounds the bytes of live samples: trajectory and media, from a group's admission until it has ended.
 
-Bytes are reserved *before* work begins, for a whole group when it is admitted, so a finished sample never waits for
-room. A sample is expected to be as large as the largest one of its bucket so far. Of a bucket that has none yet it is
-expected to have its full share: the bound divided by the samples of one update. An update's groups are always held
-together, so a sample that is larger than its share means that the bound is too small, and the run ends.
+Bytes are reserved *before* work begins, for a whole group at its admission, so a finished sample never waits for room.
+A sample's expected size is the largest size in its bucket so far. In a bucket without a finished sample it is the full
+share: the bound divided by the samples of one update. An update's groups are always held together. A sample larger than
+its share therefore means that the bound is too small, and the run ends.
 
-While no sample is larger than its share, whatever is admitted and not ended holds at most its shares. So if fewer
-groups than an update needs are live, there is room for the next one: the trainer never waits for a group that the
-bound keeps out. Samples of a group that ended count until their engines have answered or are lost, and then the next
-group is admitted. Which sample holds what is the sample table's to know: this counts.
+While no sample exceeds its share, live groups hold at most their shares. So if fewer groups than an update needs are
+live, there is room for the next group: the trainer never waits for a group that the bound keeps out. Samples of an
+ended group count until their engines have answered or are lost; then the next group is admitted. This class only
+counts; the sample table records which sample holds which bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from omni_async.config.section import size_text
 
 
 class HeldBytes:
-    """The bytes of live samples, of at most `bound` in all (None: no bound).
+    """The bytes of live samples, at most `bound` in total (None: no bound).
 
     `samples_per_update` samples are trained together."""
 
@@ -27,7 +27,7 @@ class HeldBytes:
         self.bound = bound
         self._samples_per_update = samples_per_update
         self._share = 0 if bound is None else bound // samples_per_update
-        self._num_expected: dict[int, int] = defaultdict(int)  # those that are to be made, by bucket
+        self._num_expected: dict[int, int] = defaultdict(int)  # samples to be generated, by bucket
         self._largest: dict[int, int] = {}  # sizes by bucket
         self._held = 0
         self._most = 0
@@ -40,7 +40,7 @@ class HeldBytes:
         return self._largest.get(bucket, self._share)
 
     def has_room(self, bucket: int, count: int) -> bool:
-        """Return whether `count` more samples of the bucket may be made."""
+        """Return whether there is room for `count` more samples of the bucket."""
         return self.bound is None or self.reserved + count * self._size(bucket) <= self.bound
 
     def reserve(self, bucket: int, count: int) -> None:
@@ -48,13 +48,13 @@ class HeldBytes:
         self._num_expected[bucket] += count
 
     def change(self, bucket: int, expected: int, own: int, size: int) -> None:
-        """Record that a sample is now expected or made, or no longer.
+        """Record that a sample starts or stops being expected, or holding bytes.
 
         Args:
             bucket: the sample's.
-            expected: 1: it is to be made; -1: no longer; 0: that stays as it was.
-            own: likewise, whether it is made and holds bytes.
-            size: these bytes; read where `own` is not 0."""
+            expected: 1: it is to be generated; -1: no longer; 0: no change.
+            own: 1: it is generated and holds bytes; -1: no longer; 0: no change.
+            size: these bytes; read only if `own` is not 0."""
         self._num_expected[bucket] += expected
         if own > 0:
             self._held += size
@@ -66,7 +66,7 @@ class HeldBytes:
             self._held -= size
 
     def problem(self, sample_id: str, size: int) -> str | None:
-        """Return what is wrong with the bound, if it is too small for a sample of `size` bytes."""
+        """Return an error text if the bound is too small for a sample of `size` bytes; else None."""
         if self.bound is None or size <= self._share:
             return None
         return (
@@ -75,7 +75,7 @@ class HeldBytes:
         )
 
     def begin_update(self) -> None:
-        """Begin to measure `most` anew."""
+        """Reset `most` to the bytes held now."""
         self._most = self._held
 
     def statistics(self) -> dict[str, int | None]:

@@ -1,12 +1,12 @@
 """Records that every admitted group ends in exactly one event, and keeps the file of those lines.
 
 `Ledger` owns the counters and hands each terminal event to a sink (a file in production, a list in tests) at the moment
-it happens. A sink's failure is reported in `problem`, which the code that ended the group reads: the counters stay
+it happens. A sink's failure is reported in `problem`, which the code that ended the group reads. The counters stay
 right, and the run can end in order.
 
-No run goes on from lines that were damaged: a checkpoint counts them, and has their number of bytes and their digest.
-That is a chain, line by line: the one in a checkpoint is enough to extend it. The lines are not read again to write a
-checkpoint, and a resumed run reads them once. Lines end in a line feed and in nothing else.
+A run does not resume from damaged lines: a checkpoint contains the number of lines, their bytes and their digest. The
+digest is a chain, line by line, so a checkpoint's digest is enough to extend it. Writing a checkpoint does not read the
+lines again, and a resumed run reads them once. Lines end in a line feed only.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Ledger:
             self.problem = self.problem or f"the ledger cannot be written: {error}"
 
     def check(self, live: Set[int]) -> None:
-        """Compare with the groups that *should* be live, counted independently (slots). Raises ConservationError."""
+        """Compare with the groups that *should* be live, counted independently by slots. Raises ConservationError."""
         ended = sum(self.events.values())
         if self.admitted != ended + len(live) or self._live != live:
             raise ConservationError(
@@ -95,7 +95,7 @@ class Ledger:
             )
 
     def state(self) -> LedgerState:
-        """Return the totals of everything but the live groups, which a resumed run admits again."""
+        """Return the totals without the live groups, which a resumed run admits again."""
         admitted = self.admitted - len(self._live)
         return LedgerState(
             admitted,
@@ -111,7 +111,7 @@ class Ledger:
         return {"admitted": self.admitted, **self.events, "live": len(self._live)}
 
     def summary(self) -> dict[str, Any]:
-        """Return how all groups ended: how many, why, and how old they were when trained."""
+        """Return the counts of ended groups, the reasons, and the staleness of trained groups."""
         staleness = {str(age): count for age, count in sorted(self.staleness.items())}
         why = {"reasons": dict(self.reasons), "drop_reasons": dict(self.drop_reasons)}
         return {"conservation": self.counters(), **why, "staleness": staleness}
@@ -120,15 +120,16 @@ class Ledger:
 class JsonlSink:
     """A sink that appends a line per event and hands it to the operating system.
 
-    So the file of a killed run has every event. A line that could not be written is written before the next.
+    The file of a killed run therefore has every event. A line that could not be written is written before the next.
 
-    `counted`: which of the lines that are there already count, if not all; LedgerDamaged if the file does not begin
-    with them, OSError if it is not a file. The others, of updates that no checkpoint held, are moved to `<name>.void`.
+    `counted`: the prefix of the existing lines that counts, if not all. Raises LedgerDamaged if the file does not begin
+    with them, OSError if it is not a file. The other lines, of updates after the checkpoint, are moved to
+    `<name>.void`.
 
-    `take_over`: the file is an earlier attempt's until a group is trained, or until `sync`; then this is called, again
-    if it raised. Until then lines are held in memory. Those that a resumed attempt makes before its first update, for
-    groups that it rejected or dropped, are void if it ends there: the checkpoint that it went on from does not count
-    them, and the next attempt makes the groups again.
+    `take_over`: called before the first write to a file that belongs to an earlier attempt, when a group is trained or
+    at `sync`; called again if it raised. Until then lines are held in memory. If a resumed attempt ends before its
+    first update, its lines for rejected or dropped groups are void: its checkpoint does not count them, and the next
+    attempt generates the groups again.
     """
 
     def __init__(
@@ -149,9 +150,9 @@ class JsonlSink:
         return open_append(self._path)
 
     def _write(self) -> FileIO:
-        """Write what is unwritten, and return the file.
+        """Write the lines in memory, and return the file.
 
-        OSError if that cannot be done, also because the file is no longer the one that the attempt began from."""
+        Raises OSError if that fails, also if the file has changed since the attempt began."""
         if self._file is None:
             try:
                 if self._take_over is not None:
@@ -164,15 +165,15 @@ class JsonlSink:
         return self._file
 
     def sync(self) -> None:
-        """Make every line survive a crash of the machine. OSError if it does not."""
+        """Make every line survive a crash of the machine. Raises OSError on failure."""
         os.fsync(self._write().fileno())
 
 
-_MOST_VOID = 2**28  # bytes; an attempt writes some 500 for each group after its last checkpoint
+_MOST_VOID = 2**28  # bytes; an attempt writes about 500 for each group after its last checkpoint
 
 
 def _keep(path: Path, counted: LedgerState) -> None:
-    """Move lines that do not count: they are in the void file before they are gone from this one."""
+    """Move lines that do not count to the void file, and remove them from this file only afterwards."""
     require_prefix(path, counted)
     if not path.exists():
         return
@@ -188,25 +189,25 @@ def _keep(path: Path, counted: LedgerState) -> None:
 
 
 class LedgerDamaged(ValueError):
-    """The file does not begin with the lines that a checkpoint counts: the message says in one line what is wrong."""
+    """The file does not begin with the lines that a checkpoint counts; the message describes the damage in one line."""
 
 
 def encode_line(entry: Any) -> bytes:
-    """Encode an entry as the ledger's file holds it."""
+    """Encode an entry as a line of the ledger's file."""
     return _ENCODER.encode(entry) + b"\n"
 
 
 def extend(digest: str, line: bytes) -> str:
-    """Return the digest of the lines that `digest` covers ("": none) and this one more: xxh3, 128 bits, hexadecimal.
+    """Return the digest of one more line after those covered by `digest` ("": none): xxh3, 128 bits, hexadecimal.
 
-    It finds accidents, not forgeries."""
+    It detects accidents, not forgeries."""
     return xxhash.xxh3_128_hexdigest(digest.encode() + line)
 
 
 def require_prefix(path: Path, counted: LedgerState) -> None:
-    """Read the file's first lines and compare them with those that were counted.
+    """Compare the file's first lines with the counted lines.
 
-    Raises LedgerDamaged, or OSError if it cannot be read."""
+    Raises LedgerDamaged, or OSError if the file cannot be read."""
     if not counted.lines and not counted.size:
         return
     if not counted.digest:
@@ -225,9 +226,9 @@ def require_prefix(path: Path, counted: LedgerState) -> None:
 
 
 def _first_damage(path: Path, lines: int) -> str | None:
-    """Describe the first damage that the lines alone show.
+    """Describe the first damage that is visible in the lines alone.
 
-    A changed digit, or lines in another order, cannot be found so."""
+    This finds neither a changed digit nor a changed order of lines."""
     line_of: dict[int, int] = {}
     with open_file(path, within=path.parent) as file:
         for number, line in enumerate(islice(iter(lambda: file.readline(_LONGEST_LINE), b""), lines), 1):

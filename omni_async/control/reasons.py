@@ -1,7 +1,7 @@
 """Shortens and counts the reasons why samples have no score and groups were not trained. Pure functions.
 
-The ledger has every reason whole, credentials masked. A summary needs few and short ones: how often a call was tried,
-the kind of a plain exception and the place in a file distinguish reasons that mean the same.
+The ledger has every reason in full, credentials masked. A summary needs few and short reasons. It therefore omits the
+number of tries, the type of a plain exception and the place in a file: they distinguish reasons that mean the same.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _PLAIN = re.compile(r"(?:ValueError|RuntimeError|ScoreError|Exception): ")
 
 
 def short(reason: str, name_scorer: bool = True) -> str:
-    """Return a reason in one line of at most 160 characters, without what differs from case to case.
+    """Return a reason in one line of at most 160 characters, without details that differ from case to case.
 
     Args:
-        reason: as the ledger has it.
+        reason: as in the ledger.
         name_scorer: whether the scorer that failed is named; not needed for a single scorer."""
     text = reason
     tried = _TRIED.match(text)
@@ -52,8 +52,8 @@ def count(reasons: Mapping[str, int], name_scorer: bool = True) -> dict[str, int
     """Return the most frequent reasons, shortened, with their numbers; the rest counts as `other reasons`.
 
     Args:
-        reasons: as the ledger has them -> how often each was given.
-        name_scorer: as of `short`."""
+        reasons: reason as in the ledger -> how often it was given.
+        name_scorer: as for `short`."""
     found: Counter[str] = Counter()
     for reason, number in reasons.items():
         found[short(reason, name_scorer)] += number
@@ -64,7 +64,7 @@ def count(reasons: Mapping[str, int], name_scorer: bool = True) -> dict[str, int
 
 
 def listed(counts: Mapping[str, int]) -> str:
-    """Format `no face found`, or of several `no face found (3), timed out (1)`."""
+    """Format one reason as `no face found`, several as `no face found (3), timed out (1)`."""
     if len(counts) == 1:
         return next(iter(counts))
     return ", ".join(f"{reason} ({number})" for reason, number in counts.items())

@@ -1,6 +1,6 @@
-"""Describes the control plane between two messages: to the driver, to `omni-async status`, to a checkpoint.
+"""Describes the control plane between two messages, for the driver, `omni-async status` and checkpoints.
 
-Pure functions, and `Record`, the part of a run's summary that its ledger does not have.
+Contains pure functions, and `Record`: the part of a run's summary that its ledger does not have.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from omni_async.types import ReadyGroup, UpdateReport
 def update_event(
     report: UpdateReport, groups: Sequence[ReadyGroup], config: Config
 ) -> tuple[dict[str, Any], tuple[Shown, ...]]:
-    """Return an update's event data, and the samples to show if it is one of those that show some.
+    """Return an update's event data, and the samples to show, if this update shows samples.
 
     `staleness` has one entry per group: the version trained from, minus the oldest version that took any of its trained
     steps. `buckets` has the mean reward of each bucket that was trained.
 
     Args:
         report: the trainer's.
-        groups: those that the update trained.
-        config: the recipe, which says how often samples are shown, and how many."""
+        groups: the groups that the update trained.
+        config: the recipe; it defines how often and how many samples are shown."""
     samples = [(group.prompt, sample) for group in groups for sample in group.samples]
     scores = [sample.score for _, sample in samples]
     rewards: dict[int, list[float]] = defaultdict(list)
@@ -53,7 +53,7 @@ def update_event(
     }
     if report.version % config.tracking.images_every and report.version not in (1, config.trainer.updates):
         return data, ()
-    # Of a group that a checkpoint kept, it kept no media.
+    # A checkpoint keeps no media of its groups.
     shown = [Shown(one.media, prompt, one.score) for prompt, one in samples if one.media is not None]
     return data, _spread(shown, config.tracking.images)
 
@@ -63,7 +63,7 @@ def round_event(finished: ValidationRound, result: Round, num_shown: int) -> tup
 
     Args:
         finished: the round, with its samples.
-        result: what is recorded of it.
+        result: its record.
         num_shown: how many samples are shown at most."""
     data = {
         "version": finished.version,
@@ -85,10 +85,10 @@ def _spread(shown: list[Shown], count: int) -> tuple[Shown, ...]:
 
 
 def buffer_statistics(groups: GroupTable, samples: SampleTable) -> dict[str, dict[str, Any]]:
-    """Return what the bounded buffers hold, by name: slots, replay, trajectories, bytes.
+    """Return the contents of the bounded buffers, by name: slots, replay, trajectories, bytes.
 
-    `reserved` counts what is promised or filled, `ready` what can be taken now, or is held; `most` is the highest
-    `ready` since the last update. `capacity` of bytes is None without a bound."""
+    `reserved` counts promised and filled room. `ready` counts contents that can be taken now, or bytes that are held.
+    `most` is the highest `ready` since the last update. `capacity` of bytes is None without a bound."""
     return {**groups.statistics(), "trajectories": samples.statistics(), "bytes": samples.bytes.statistics()}
 
 
@@ -100,11 +100,11 @@ def control_state(
     validation: Validation,
     record: Record,
 ) -> ControlState:
-    """Return what a checkpoint keeps of the control plane.
+    """Return the part of the control plane that a checkpoint contains.
 
     Args:
         versions, groups, samples, validation: the coordinator's, between two messages.
-        source: adds the groups that wait to be admitted again.
+        source: adds the groups that wait for readmission.
         record: adds the rewards and rounds so far."""
     unfinished, ready = groups.state()
     unfinished_before, ready_before = source.state()
@@ -124,14 +124,14 @@ def control_state(
 class Record:
     """The mean reward of every update, and the validation rounds.
 
-    A checkpoint keeps it, so that a resumed run's summary depends on no file that may have been removed or changed."""
+    It is part of a checkpoint, so that a resumed run's summary depends on no file that may be removed or changed."""
 
     def __init__(self, start: ControlState) -> None:
         self.rewards = [*start.rewards]
         self._rounds = [*start.rounds]
 
     def updated(self, reward: float) -> None:
-        """Add the mean reward of the update that was just made."""
+        """Add the mean reward of an update."""
         self.rewards.append(_finite(reward))
 
     def validated(self, finished: Round) -> None:
@@ -139,7 +139,7 @@ class Record:
         self._rounds.append(finished)
 
     def rounds(self, until: int | None) -> tuple[Round, ...]:
-        """Return the rounds of versions up to `until`; a resumed run makes later ones again."""
+        """Return the rounds of versions up to `until`; a resumed run repeats later rounds."""
         return () if until is None else tuple(round_ for round_ in self._rounds if round_.version <= until)
 
 

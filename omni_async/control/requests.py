@@ -1,8 +1,8 @@
-"""Makes the groups to admit and the requests of their samples, and checks what comes back for these.
+"""Makes the groups to admit and the requests of their samples, and checks the results.
 
-Only `RequestFactory` turns configuration, ids and the run seed into a request to an engine. `GroupSource` owns the
-numbers that were given out: next is a group that an earlier attempt of the run had begun, in the order of its
-admission, or else one with the next number. Pure bookkeeping; waits for nothing.
+Only `RequestFactory` turns configuration, ids and the run seed into a request to an engine. `GroupSource` assigns group
+numbers. It first returns the groups that an earlier attempt of the run had begun, in the order of their admission, then
+new groups with the next numbers. Pure bookkeeping; waits for nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from omni_async.types import Prompt, ReadyGroup, SampleKind, SampleRequest, Samp
 
 
 def trained_steps(request: SampleRequest) -> tuple[int, ...]:
-    """Return the numbers of step versions that a result of `request` may carry.
+    """Return how many step versions a result of `request` may carry.
 
-    A training sample without a window carries those of all its steps, or none if it comes from a dataset."""
+    A training sample without a window carries the versions of all its steps, or none if it comes from a dataset."""
     if request.window is not None:
         return (request.calls * request.window.size,)
     return (request.calls * request.num_inference_steps, 0) if request.kind == "train" else (0,)
@@ -31,7 +31,7 @@ def trained_steps(request: SampleRequest) -> tuple[int, ...]:
 def require_trained_steps(request: SampleRequest, result: SampleResult) -> None:
     """Raise ValueError unless the result has a version for every trained step of its request."""
     found, window = result.step_versions.num_steps, request.window
-    if window is not None and found == request.calls * window.size:  # nearly every sample: the rest need not be asked
+    if window is not None and found == request.calls * window.size:  # fast path for nearly every sample
         return
     expected = trained_steps(request)
     if found not in expected:
@@ -50,7 +50,7 @@ def spread(prompts: Sequence[Prompt], limit: int | None) -> Sequence[Prompt]:
 class RequestFactory:
     """A maker of sample requests.
 
-    `fields` are the trajectory tensors training samples carry, as the trainer's objective declares them; validation
+    `fields` are the trajectory tensors of training samples, as the trainer's objective declares them; validation
     samples carry none."""
 
     def __init__(self, config: Config) -> None:
@@ -61,7 +61,7 @@ class RequestFactory:
         return window_of(group, self._config)
 
     def bucket(self, group: int) -> int:
-        """Return the number of the group's bucket; 0 where there are none."""
+        """Return the number of the group's bucket; 0 without buckets."""
         weights = [bucket.weight for bucket in self._config.rollout.buckets]
         return draw_bucket(self._config.run.seed, group, weights) if weights else 0
 
@@ -70,9 +70,9 @@ class RequestFactory:
 
         Args:
             group: its number.
-            prompt: what all of them show.
+            prompt: the prompt of all samples.
             window: the denoising steps that are noisy and trained; None: sampling is without noise.
-            bucket: which of `rollout.buckets` they are drawn as; 0 where there are none."""
+            bucket: index into `rollout.buckets`; 0 without buckets."""
         rollout, seed = self._config.rollout, self._config.run.seed
         shared = initial_noise_seed(seed, prompt.index, group) if rollout.share_initial_noise else None
         first = self._request("train", group, prompt, rollout.num_inference_steps)
@@ -81,10 +81,10 @@ class RequestFactory:
         return _copies(first, f"g{group}", seeds)
 
     def validation(self, version: int, prompts: tuple[Prompt, ...]) -> list[SampleRequest]:
-        """Return the requests of a round.
+        """Return the requests of a validation round.
 
-        They have the same prompts and seeds every round, so that rounds differ by the policy alone. A prompt's seeds do
-        not depend on `validation.limit`."""
+        Every round has the same prompts and seeds, so that rounds differ by the policy alone. A prompt's seeds do not
+        depend on `validation.limit`."""
         validation, seed = self._config.validation, self._config.run.seed
         if validation is None:
             return []
@@ -96,7 +96,7 @@ class RequestFactory:
         return requests
 
     def _request(self, kind: SampleKind, group: int, prompt: Prompt, num_inference_steps: int) -> SampleRequest:
-        """Return a request with what all samples of a prompt share; the caller fills in the rest."""
+        """Return a request with the fields that all samples of a prompt share; the caller fills in the rest."""
         rollout = self._config.rollout
         noise_level = rollout.sde.noise_level if rollout.sde and kind == "train" else 0.0
         sde_kind = rollout.sde.kind if rollout.sde else "flow"
@@ -118,7 +118,7 @@ class RequestFactory:
 
 def _copies(first: SampleRequest, name: str, seeds: list[int]) -> list[SampleRequest]:
     """Return a request for each seed."""
-    # Copies of one: of all that admission does, filling in every field of every sample would take longest.
+    # Copies of one request, because filling in every field of every sample would dominate the time of admission.
     return [
         replace(first, sample_id=f"{name}.s{sample}", sample=sample, seed=seed) for sample, seed in enumerate(seeds)
     ]
@@ -137,9 +137,9 @@ class GroupSource:
         return self._factory.bucket(self._begun[0].group if self._begun else self.next_group)
 
     def next(self, version: int) -> tuple[Group, ReadyGroup | None]:
-        """Return a group for admission at `version`, and what an earlier attempt had of it.
+        """Return a group for admission at `version`, and its ready group of an earlier attempt.
 
-        That is None unless the attempt had it ready, for the same prompt and with as many samples."""
+        The latter is None unless that attempt had the group ready and it passes `_would_be`."""
         if not self._begun:
             self.next_group += 1
             return self._group(self.next_group - 1, version), None
@@ -163,7 +163,7 @@ class GroupSource:
         self._begun = deque(found.get(one.group, one) if isinstance(one, ReadyGroup) else one for one in self._begun)
 
     def state(self) -> tuple[tuple[Unfinished, ...], tuple[ReadyGroup, ...]]:
-        """Return the groups of the earlier attempt that wait to be admitted again: unfinished and ready."""
+        """Return the groups of the earlier attempt that wait for readmission: unfinished and ready."""
         waiting = tuple(self._begun)
         return (
             tuple(one for one in waiting if isinstance(one, Unfinished)),

@@ -1,16 +1,16 @@
-"""Says which scorers a sample is shown to, and makes its reward of what they answer. Pure; imports no torch.
+"""Selects the scorers of a sample, and computes its reward from their scores. Pure; imports no torch.
 
-A scorer's value counts with its weight, or the parts of its score that `components` names do, each with a weight of its
-own: these are the columns of a reward, which `advantage.aggregate` can take apart. With values v and weights w
+The columns of a reward are either a scorer's value with its weight, or the parts of its score that `components` names,
+each with its own weight. `advantage.aggregate` can normalise columns separately. With values v and weights w
 
   sum       value = sum_k w_k v_k
   product   value = prod_k v_k ** w_k, v_k >= 0
 
-and `reward.gated` in place of either where a scorer's value is below its `gate`. A scorer that a prompt is not routed
-to (`when`) has no part in its reward.
+The value is `reward.gated` instead if a scorer's value is below its `gate`. A scorer that a prompt is not routed to
+(`when`) has no part in its reward.
 
-Samples are compared with those of their group, so a scorer that has failed one of them and may be left out is left out
-of all: no sample is better than another because more scorers have answered for it.
+Samples are compared within their group. An optional scorer that failed for one sample is therefore left out of all
+samples of the group: no sample is better than another because more scorers have scored it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ import msgspec
 from omni_async.config.stages import Reward, Scorer
 from omni_async.types import Prompt, Score
 
-# An emulated run has scorers only in its profile.
-# Bound of a value that does not count, but whose mean and spread are metrics.
+# Bound of a value that does not count in the reward, but whose mean and spread are metrics.
 _LARGEST = 1e100
+# An emulated run has scorers only in its profile.
 _EMULATED = (Scorer(name="replay"),)
 
 
 class NoReward(ValueError):
-    """The values make no reward that can be trained on; the text says why."""
+    """The values give no reward that can be trained on; the text gives the reason."""
 
 
 class Column(NamedTuple):
-    """A number that counts: the value of scorer number `scorer`, or that part of its score."""
+    """A number that counts: the value of scorer number `scorer`, or a part of its score."""
 
     scorer: int
     part: str | None
@@ -43,14 +43,14 @@ class Column(NamedTuple):
 
 
 def labels_of(scorers: Sequence[Scorer]) -> tuple[str, ...]:
-    """Return one label per scorer: its name, numbered from the second of the same name on."""
+    """Return one label per scorer: its name, with a number from the second scorer of that name on."""
     names = [one.name for one in scorers]
     numbers = [names[: i + 1].count(name) for i, name in enumerate(names)]
     return tuple(name if number == 1 else f"{name}_{number}" for name, number in zip(names, numbers, strict=True))
 
 
 def is_asked(scorer: Scorer, prompt: Prompt) -> bool:
-    """Return whether samples of the prompt are shown to the scorer."""
+    """Return whether the scorer scores samples of the prompt."""
     for key, wanted in scorer.when.items():
         if key not in prompt.metadata or prompt.metadata[key] not in (
             wanted if isinstance(wanted, tuple) else [wanted]
@@ -60,12 +60,12 @@ def is_asked(scorer: Scorer, prompt: Prompt) -> bool:
 
 
 def _counted(scorer: Scorer) -> list[tuple[str | None, float]]:
-    """Return the parts of a scorer's score that count, with their weights; None stands for its value."""
+    """Return the parts of a scorer's score that count, with their weights; None means its value."""
     return [*scorer.components.items()] or [(None, 1.0)]
 
 
 class RewardFormula:
-    """The formula of a recipe's reward. `labels` name its scorers, `columns` are what counts of their scores."""
+    """The formula of a recipe's reward. `labels` name its scorers; `columns` are the numbers that count."""
 
     def __init__(self, config: Reward) -> None:
         self._config = config
@@ -84,29 +84,29 @@ class RewardFormula:
 
     @property
     def settings(self) -> list[Any]:
-        """Return what the formula is made of, as plain values without the scorers' own parameters."""
+        """Return the settings of the formula as plain values, without the scorers' own parameters."""
         scorers = [[one.name, one.weight, one.components, one.when, one.gate] for one in self.scorers]
         return [scorers, self._config.combine, self._config.gated]
 
     def asked(self, prompt: Prompt) -> list[int]:
-        """Return the scorers that the prompt's samples are shown to."""
+        """Return the numbers of the scorers of the prompt's samples."""
         return [number for number, scorer in enumerate(self.scorers) if is_asked(scorer, prompt)]
 
     def missing(self, prompt: Prompt) -> str | None:
-        """Return what the prompt lacks, if no scorer would be asked for its samples."""
+        """Return an error text if no scorer would score the prompt's samples; else None."""
         if self.asked(prompt):
             return None
         keys = sorted({key for scorer in self.scorers for key in scorer.when})
         return f"no scorer is asked for it: none has a `when` that fits its metadata ({', '.join(keys)})"
 
     def combine(self, scores: Mapping[int, Score]) -> Score:
-        """Return a sample's score, whose `values` are the columns; None where a scorer has not answered.
+        """Return a sample's score. Its `values` are the columns, with None for scorers that have not answered.
 
         With one scorer, parts keep their names; with several they are `<scorer>/<part>`, and every scorer's own value
         is the part `<scorer>/value`. Texts are joined with ` | `.
 
         Args:
-            scores: by the number of the scorer; of those that were asked and have answered, at least one.
+            scores: by the number of the scorer, for scorers that were called and have answered; at least one.
 
         Raises:
             NoReward: a component is missing, or a value is beyond `reward.max_abs`, or does not fit into a product."""
@@ -137,7 +137,7 @@ class RewardFormula:
         return score.parts[column.part]
 
     def _reward(self, values: Sequence[float | None], whole: Mapping[int, float]) -> float:
-        """Return the reward of the columns' `values`; `whole` are the scorers' own values, which gates look at."""
+        """Return the reward of the columns' `values`; gates are compared with `whole`, the scorers' own values."""
         total, product = 0.0, self._config.combine == "product"
         counted = [(column, value) for column, value in zip(self.columns, values, strict=True) if value is not None]
         if product:
@@ -169,7 +169,7 @@ class RewardFormula:
             raise NoReward(f"{whose}: a reward of {value:g}, beyond reward.max_abs = {self._config.max_abs:g}")
 
     def unanswered(self, prompt: Prompt, score: Score) -> list[str]:
-        """Return the labels of the scorers that were asked for the sample and have no part in its score."""
+        """Return the labels of the scorers that should have scored the sample and have no part in its score."""
         if not self._optional:
             return []
         asked = set(self.asked(prompt))
@@ -180,17 +180,17 @@ class RewardFormula:
     # ---- groups ------------------------------------------------------------------------------------------------------
 
     def level(self, prompt: Prompt, scores: Sequence[Score]) -> tuple[list[Score], tuple[str, ...]]:
-        """Leave scorers that have no value for one of a group's samples out of all of them.
+        """Leave scorers without a value for one sample of a group out of all its samples.
 
         Args:
             prompt: the group's.
-            scores: one per sample, as `combine` made them.
+            scores: one per sample, from `combine`.
 
         Returns:
             The samples' scores, and the labels of the scorers that are left out.
 
         Raises:
-            NoReward: no scorer is left, or what is left makes no reward."""
+            NoReward: no scorer is left, or the remaining scorers give no reward."""
         if not self._optional:
             return [*scores], ()
         asked = set(self.asked(prompt))

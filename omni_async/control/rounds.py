@@ -9,7 +9,7 @@ the rounds in the order of their versions, and puts each above the highest round
 never changes the order of earlier ones, so the best round remains the best until a later round beats it.
 
 A round that was recorded before samples were counted has no `scores`; `scored` and `asked` may be missing, too. Missing
-fields are unknown. Its mean is compared as it was recorded, unless the numbers of scored samples are known and differ.
+fields are unknown. Its recorded mean is compared, unless the numbers of scored samples are known and differ.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ REWARD = "reward"
 
 
 class Round(Struct, frozen=True):
-    """A validation round that is over.
+    """A finished validation round.
 
-    `version` is the policy's. `reward` and `parts` are means over the samples that were scored, `scored` of `asked`;
-    null if none was, or if it is not finite. `reasons`: why the others have no score -> how many. `scores`: `reward`
+    `version` is the policy's. `reward` and `parts` are means over the scored samples, `scored` of `asked`; null if no
+    sample was scored or the mean is not finite. `reasons`: why the others have no score -> how many. `scores`: `reward`
     and every part -> a value per sample in the order of the requests, null for an unscored sample. `drawn`: the digest
-    of the prompts, the noise, the sampling and the reward's formula. None and empty fields are unknown: the round was
-    recorded before."""
+    of the prompts, the noise, the sampling and the reward's formula. None and empty fields are unknown: an earlier
+    version of omni_async recorded the round without them."""
 
     version: int
     reward: float | None
@@ -48,7 +48,7 @@ class Round(Struct, frozen=True):
 
     @property
     def may_be_best(self) -> bool:
-        """Return whether it has a reward, and enough samples have a score, as far as that is known."""
+        """Return whether it has a reward, and enough samples have a score or their number is unknown."""
         return self.reward is not None and math.isfinite(self.reward) and not too_few(self.scored, self.asked)
 
     @property
@@ -67,7 +67,7 @@ class Round(Struct, frozen=True):
         return self.scores.get(REWARD, ())
 
     def same_samples(self, other: Round) -> bool:
-        """Return whether both have scored the same samples, so that their means can be compared as they are."""
+        """Return whether both have scored the same samples, so that their means are comparable."""
         if self.scores and other.scores:
             return self.drawn == other.drawn and self._missing == other._missing
         return self.scored == other.scored or None in (self.scored, other.scored)
@@ -78,10 +78,10 @@ class Round(Struct, frozen=True):
 
 
 class Change(Struct, frozen=True):
-    """The numbers of two rounds over the `samples` that both have scored, of `asked`.
+    """The numbers of two rounds over the `samples`, of `asked`, that both have scored.
 
     `before` and `after` are versions; `numbers`: `reward` and the parts that both have -> mean before and after.
-    `samples` is None if it was not recorded which samples were scored."""
+    `samples` is None if there is no record of the scored samples."""
 
     before: Count
     after: Count
@@ -111,9 +111,9 @@ def too_few(scored: int | None, asked: int | None) -> bool:
 
 
 def not_scored(scored: int | None, asked: int | None, reasons: dict[str, int]) -> str:
-    """Format `1 of 2 samples not scored: no face found; it cannot be the best`; nothing if all have a score.
+    """Format `1 of 2 samples not scored: no face found; it cannot be the best`.
 
-    Nothing either if that is unknown."""
+    The text is empty if all have a score or their number is unknown."""
     if scored is None or asked is None or scored >= asked:
         return ""
     why = f": {listed(reasons)}" if reasons else ""
@@ -198,7 +198,7 @@ class _Candidate(NamedTuple):
 
 
 def ranked(rounds: Iterable[Round]) -> list[Round]:
-    """Return the rounds that may be the best, the best first; of equal ones the newer, which was trained for longer."""
+    """Return the rounds that may be the best, best first; of equal rounds the newer first, as it is trained longer."""
     order: list[_Candidate] = []
     for one in sorted(rounds, key=lambda one: one.version):
         if one.may_be_best:
@@ -208,7 +208,7 @@ def ranked(rounds: Iterable[Round]) -> list[Round]:
     return [one.round for one in order]
 
 
-# Relative difference of means that is rounding: they are computed from sums over more samples.
+# Relative difference of means that counts as rounding: the means are computed from sums over more samples.
 _ROUNDING = 1e-12
 
 

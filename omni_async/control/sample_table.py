@@ -1,6 +1,6 @@
-"""Owns every live sample: what state it is in, and what may happen to it next.
+"""Owns every live sample: its state, and the events that it accepts.
 
-Pure bookkeeping: waits for nothing, holds no timer and calls nobody; methods return what the coordinator has to do
+Pure bookkeeping: waits for nothing, holds no timer and calls nobody; methods return the coordinator's next actions
 (`Outcome`).
 
          lease          generate           take            score
@@ -11,8 +11,8 @@ Pure bookkeeping: waits for nothing, holds no timer and calls nobody; methods re
     |              |                  +-- resume -- PAUSED <- pause    |
     +--- lose -----+------- lose (its tensors are gone) ---------------+
 
-An event in the wrong state is an error. `end`, of a group or a round, leads to GONE from everywhere, but for samples
-that an engine has: these are ABANDONED until it answers. FAILED samples will have no score: their round goes on without
+An event in the wrong state is an error. `end`, of a group or a round, leads to GONE from every state except LEASED: a
+leased sample is ABANDONED until its engine answers. FAILED samples will have no score: their round continues without
 them, their group ends.
 
 | state     | trajectory slot | bytes    | is with                                                                  |
@@ -26,11 +26,11 @@ them, their group ends.
 | SCORED    |                 | its own  | its group or round                                                       |
 | FAILED    |                 |          | its round                                                                |
 
-What a transition releases is what the state before held and the next one does not. Slots are taken *before* work
-begins, so a finished sample never waits for room. Validation samples count no bytes.
+A transition releases everything that the old state held and the new state does not. Slots are taken *before* work
+begins, so a finished sample never waits for room. The bytes of validation samples do not count.
 
-With `reward.streaming: false` training samples are scored when none is at an engine and none could be: none is queued,
-or no slot is free. A full buffer is therefore emptied, and nothing waits for ever.
+With `reward.streaming: false`, training samples are scored when no engine has one or could get one: none is queued, or
+no slot is free. A full buffer is therefore emptied, and nothing waits forever.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ SampleState = IntEnum("SampleState", "QUEUED LEASED ABANDONED GENERATED SCORING 
 SampleEvent = IntEnum(
     "SampleEvent", "LEASE GENERATE LOSE TAKE RETURN POSTPONE PAUSE RESUME SCORE RESTORE FAIL END ANSWER"
 )
-# Bound to names of the module because looking a member up in its class takes longer than the transition.
+# Bound to module names because looking up a member of the enum takes longer than the transition.
 QUEUED, LEASED, ABANDONED, GENERATED, SCORING, PAUSED, SCORED, FAILED, GONE = SampleState
 LEASE, GENERATE, LOSE, TAKE, RETURN, POSTPONE, PAUSE, RESUME, SCORE, RESTORE, FAIL, END, ANSWER = SampleEvent
 
 SAMPLE_TRANSITIONS: dict[tuple[SampleState, SampleEvent], SampleState] = {
     (QUEUED, LEASE): LEASED,
-    (QUEUED, RESTORE): SCORED,  # an earlier attempt of the run had it
+    (QUEUED, RESTORE): SCORED,  # from an earlier attempt of the run
     (QUEUED, END): GONE,
     (LEASED, GENERATE): GENERATED,
     (LEASED, LOSE): QUEUED,
@@ -72,7 +72,7 @@ SAMPLE_TRANSITIONS: dict[tuple[SampleState, SampleEvent], SampleState] = {
     (GENERATED, FAIL): FAILED,
     (GENERATED, END): GONE,
     (SCORING, TAKE): SCORING,  # by another worker
-    (SCORING, ANSWER): SCORING,  # without a score, and another worker has it still
+    (SCORING, ANSWER): SCORING,  # without a score, while another worker still has it
     (SCORING, RETURN): GENERATED,  # before all others: the trainer needs an older group sooner
     (SCORING, POSTPONE): GENERATED,  # behind all others
     (SCORING, PAUSE): PAUSED,
@@ -98,7 +98,7 @@ _Effect = tuple[SampleState, int, int, int, int, int, int]
 
 
 def _effect(before: SampleState, after: SampleState) -> _Effect:
-    """Return what a transition leads to, and by how much it changes each of the table's counts."""
+    """Return the new state of a transition, and its change of each of the table's counts."""
 
     def change(*states: SampleState) -> int:
         return (after in states) - (before in states)
@@ -121,9 +121,10 @@ for (_before, _event), _after in SAMPLE_TRANSITIONS.items():
 
 
 class SampleSet:
-    """Samples that are of use only together: a group, or a validation round.
+    """Samples that are useful only together: a group, or a validation round.
 
-    `attempts` is the most generations any of them needed, `num_missing` how many are neither scored nor failed."""
+    `attempts` is the largest number of generations that any sample needed, `num_missing` the number of samples that are
+    neither scored nor failed."""
 
     def __init__(self, kind: SampleKind, number: int, requests: list[SampleRequest], bucket: int = 0) -> None:
         self.kind = kind
@@ -137,9 +138,9 @@ class SampleSet:
 class Sample:
     """One sample.
 
-    `failures` counts its own generations that failed, not those of an engine or a batch that it was lost with;
-    `suspected` the reward workers and scorers that died or went down over it, possibly by chance; `went_down` are the
-    workers whose scorer did since then."""
+    `failures` counts its own failed generations, not losses with its engine or batch. `suspected` counts the reward
+    workers and scorers that died or went down while they had it, possibly by chance. `went_down` are the workers whose
+    scorer went down since the last suspicion."""
 
     __slots__ = (
         "engine",
@@ -176,8 +177,8 @@ class Sample:
 class Outcome(NamedTuple):
     """A consequence of a sample's event that the coordinator carries out.
 
-    With the sample's score its group or round is complete; or it is to be scored again after a pause, or has no future
-    and its group is rejected or dropped, or the run must end."""
+    The sample's score completes its group or round ("complete"), or the sample is scored again after a pause ("pause"),
+    or it has failed and its group is rejected or dropped, or the run must end."""
 
     sample: Sample
     event: Literal["complete", "pause", "rejected", "dropped", "end run"]
@@ -187,8 +188,8 @@ class Outcome(NamedTuple):
 class SampleTable:
     """The table of live samples.
 
-    `engines` share the work, `lost_workers` get none; `images` counts the training samples that were generated, those
-    of earlier attempts included; `has_scored`: these scorers have scored a sample before."""
+    `engines` share the work; `lost_workers` get none. `images` counts the generated training samples, including earlier
+    attempts. `has_scored`: the current scorers have scored a sample before."""
 
     def __init__(self, config: Config, images: int = 0, has_scored: bool = False) -> None:
         self._config = config
@@ -201,7 +202,7 @@ class SampleTable:
         self.images = images
         self.drawn = self.encoded = self.cached = 0
         self.blame = Blame(config, has_scored)
-        # Indexes and counts over `samples`; what left QUEUED meanwhile is skipped when its turn comes.
+        # Indexes and counts over `samples`. `_take` skips samples that have left QUEUED meanwhile.
         self._slots = 0
         self._num_queued: dict[SampleKind, int] = {"train": 0, "validation": 0}
         self._num_leased: dict[SampleKind, int] = {"train": 0, "validation": 0}
@@ -214,7 +215,7 @@ class SampleTable:
     # ---- transitions -------------------------------------------------------------------------------------------------
 
     def _move(self, sample: Sample, event: SampleEvent) -> None:
-        """Apply the transition table, and account for what the sample holds. Raises ValueError."""
+        """Apply the transition table, and update the counts of held resources. Raises ValueError."""
         before, owner = sample.state, sample.owner
         effect = _EFFECTS[before][event]
         if effect is None:
@@ -245,7 +246,7 @@ class SampleTable:
             del self.samples[sample.request.sample_id]
 
     def add_samples(self, owner: SampleSet) -> None:
-        """Queue the samples of a group that is admitted, or of a round that begins."""
+        """Queue the samples of an admitted group or a new round."""
         self._num_queued[owner.kind] += len(owner.samples)
         if owner.kind == "train":
             self.bytes.reserve(owner.bucket, len(owner.samples))
@@ -260,21 +261,21 @@ class SampleTable:
             heapq.heappush(self._training, (sample.owner.number, sample.request.sample, sample))
 
     def restore(self, sample: Sample, result: SampleResult, score: Score) -> str | None:
-        """Add what an earlier attempt of the run had of a queued sample.
+        """Restore a queued sample's result and score from an earlier attempt of the run.
 
         Args:
             sample: the sample.
-            result: of its generation.
-            score: of that result.
+            result: the result of its generation.
+            score: the score of that result.
 
         Returns:
-            What is wrong with `buffer.max_bytes`, if it is too small; else None."""
+            An error text if `buffer.max_bytes` is too small; else None."""
         sample.result, sample.score = result, score
         self._move(sample, RESTORE)
         return self.bytes.problem(result.sample_id, result.nbytes)
 
     def make_again(self, sample: Sample) -> None:
-        """Queue a lost sample to be made again from the same seed; its result and score do not count."""
+        """Queue a lost sample for generation from the same seed; discard its result and score."""
         self._move(sample, LOSE)
         sample.request = replace(sample.request, attempt=sample.request.attempt + 1)
         sample.result = sample.score = None
@@ -282,7 +283,7 @@ class SampleTable:
         self._queue(sample)
 
     def end_samples(self, owner: SampleSet) -> None:
-        """Let go of the samples of a group or round that is over."""
+        """Release the samples of a group or round that is over."""
         for sample in owner.samples:
             self._move(sample, END)
         owner.samples = ()
@@ -291,17 +292,17 @@ class SampleTable:
 
     @property
     def may_lease(self) -> bool:
-        """Return whether a sample is queued and there is a slot for it."""
+        """Return whether a sample is queued and a slot is free."""
         return self._slots < self._capacity and (self._num_queued["train"] > 0 or self._num_queued["validation"] > 0)
 
     def lease(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
         """Lease samples to an engine, as many as it may have now.
 
-        Validation samples go first, for at most `validation.share` of its slots while training samples wait, then of
-        the oldest groups. Engines are kept equally full of training samples.
+        Validation samples are first, in at most `validation.share` of its slots while training samples wait. Then
+        samples of the oldest groups follow. Engines are kept equally full of training samples.
 
         Args:
-            engine: its name; one that has left the run gets none.
+            engine: its name; an engine that has left the run gets no samples.
             free: how many more samples it can take.
             capacity: how many it can hold in all."""
         if engine not in self.engines:
@@ -323,14 +324,14 @@ class SampleTable:
         found: list[Sample] = []
         while len(found) < count:
             sample = self._validation.popleft() if kind == "validation" else heapq.heappop(self._training)[2]
-            if sample.state is QUEUED:  # a restored sample that is made again stands there twice
+            if sample.state is QUEUED:  # a restored sample that is generated again is queued twice
                 sample.engine = engine
                 self._move(sample, LEASE)
                 found.append(sample)
         return found
 
     def answered(self, engine: str, sample_id: str) -> Sample | None:
-        """Return the LEASED sample that this answer is for; None if the answer is of no use."""
+        """Return the LEASED sample of this answer; None if the answer is no longer useful."""
         sample = self.samples.get(sample_id)
         if sample is None or sample.engine != engine or sample.state not in _AT_ENGINE:
             return None
@@ -340,7 +341,7 @@ class SampleTable:
         return sample
 
     def generated(self, sample: Sample, result: SampleResult) -> str | None:
-        """Take the result of a leased sample. Returns what is wrong with `buffer.max_bytes`, if it is too small."""
+        """Store the result of a leased sample. Return an error text if `buffer.max_bytes` is too small; else None."""
         sample.result = result
         self._move(sample, GENERATE)
         self.drawn += sample.request.calls
@@ -351,12 +352,12 @@ class SampleTable:
         return self.bytes.problem(result.sample_id, result.nbytes)
 
     def begin_update(self) -> None:
-        """Count anew what is reported update by update."""
+        """Reset the counts that are reported for each update."""
         self.drawn = self.encoded = self.cached = 0
         self.bytes.begin_update()
 
     def generation_failed(self, sample: Sample, error: str) -> Outcome | None:
-        """Make the sample again from the same seed; after `rollout.retries` it has no future."""
+        """Queue the sample for another generation from the same seed; after `rollout.retries` it fails."""
         sample.failures += 1
         if sample.failures <= self._config.rollout.retries:
             self.make_again(sample)
@@ -365,11 +366,11 @@ class SampleTable:
         return Outcome(sample, "dropped", f"generation failed {sample.failures} times: {error}")
 
     def leases_of(self, engine: str) -> list[str]:
-        """Return the samples that the engine has not answered for."""
+        """Return the ids of the samples that the engine has not answered."""
         return [name for name, sample in self.samples.items() if sample.engine == engine and sample.state in _AT_ENGINE]
 
     def made_by(self, engine: str) -> list[Sample]:
-        """Return the samples whose tensors the engine has stored, and somebody still needs."""
+        """Return the samples whose tensors are stored in the engine and still needed."""
         made = [each for each in self.samples.values() if each.result is not None and each.result.engine == engine]
         return [each for each in made if each.owner.kind == "train" or each.state not in _DONE]
 
@@ -386,8 +387,8 @@ class SampleTable:
     def jobs(self, worker: str, limit: int) -> list[ScoreJob]:
         """Hand up to `limit` samples to a reward worker, validation samples first, each kind in the order of arrival.
 
-        A sample over which workers or scorers went down goes alone: if that happens again, no other is to blame. Once
-        may be chance, unless a second time would reject it."""
+        A sample suspected of bringing down workers or scorers is handed out alone, so that a repetition implicates no
+        other sample. A first suspicion may be chance and is ignored, unless a second would reject the sample."""
         if worker in self.lost_workers:
             return []
         training = self._to_score["train"].values() if self._may_score_training() else ()
@@ -405,11 +406,11 @@ class SampleTable:
         sample.workers += (worker,)
 
     def scored(self, worker: str, results: Iterable[ScoreResult]) -> Iterator[Outcome]:
-        """Yield the consequences of a worker's answers, one by one: the next answer's sample may end with it."""
+        """Yield the consequences of a worker's answers one by one, because each may end the next answer's sample."""
         for result in results:
             sample = self.samples.get(result.sample_id)
             if sample is None or worker not in sample.workers or result.attempt != sample.request.attempt:
-                continue  # a second answer, or the group ended or the sample was lost meanwhile
+                continue  # a duplicate, or the group has ended or the sample was lost meanwhile
             if (result.wrong or result.fault == "reject") and self.blame.is_wrong(sample.request):
                 reason = f"nothing could be scored so far, and the error stays the same: {result.error}"
                 yield Outcome(sample, "end run", reason)
@@ -440,18 +441,18 @@ class SampleTable:
         return Outcome(sample, "rejected", tries + error)
 
     def _give_back(self, sample: Sample, worker: str, event: SampleEvent) -> None:
-        """Take the sample from a worker that has no score for it; if no other worker has it, `event` happens to it."""
+        """Take the sample from a worker that has no score for it; apply `event` if no other worker has the sample."""
         left = tuple(other for other in sample.workers if other != worker)
         self._move(sample, ANSWER if left else event)
         sample.workers = left
 
     def resume(self, sample: Sample) -> None:
-        """Queue the sample to be scored again, if its pause is over and not cut short."""
+        """Queue the sample to be scored again, unless it has left its pause early."""
         if sample.state is PAUSED:
             self._move(sample, RESUME)
 
     def _suspect(self, sample: Sample, error: str) -> Outcome | None:
-        """Count that a worker or a scorer went down over the sample: a few times may be chance."""
+        """Count that a worker or scorer went down while it had the sample; a few times may be chance."""
         sample.suspected += 1
         if sample.suspected <= self._config.reward.retries:
             return None
@@ -459,7 +460,7 @@ class SampleTable:
         return Outcome(sample, "rejected", f"its scoring was cut off {sample.suspected} times: {error}")
 
     def worker_lost(self, worker: str) -> Iterator[Outcome]:
-        """Hand a lost worker's samples to others, before all that came later. Yields consequences one by one."""
+        """Queue a lost worker's samples before all others. Yield the consequences one by one."""
         self.lost_workers.add(worker)
         self.blame.asks(worker)
         taken = [sample for sample in self.samples.values() if worker in sample.workers]
@@ -470,6 +471,6 @@ class SampleTable:
                 yield outcome
 
     def statistics(self) -> dict[str, int]:
-        """Return the slots of the trajectory buffer, and how many samples wait for a score."""
+        """Return the slots of the trajectory buffer, and the number of samples that wait for a score."""
         waiting = sum(map(len, self._to_score.values()))
         return {"capacity": self._capacity, "reserved": self._slots, "ready": waiting}

@@ -1,4 +1,4 @@
-"""Adds up what the scorers of all reward workers cost, for metrics and for `omni-async status`. Pure bookkeeping."""
+"""Adds up the work of the scorers of all reward workers, for metrics and `omni-async status`. Pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from omni_async.types import ScorerReport
 
-# Times that quantiles of the state of now are made of.
+# The current quantiles cover this many of the newest times.
 _LAST_TIMES = 1000
 
 
 class _Total:
-    """One scorer's counts: since the last update, and the newest times of its answers."""
+    """One scorer's counts since the last update, and the newest times of its answers."""
 
     def __init__(self) -> None:
         self.recent: deque[float] = deque(maxlen=_LAST_TIMES)
@@ -34,7 +34,7 @@ class _Total:
 
 
 class ScorerTotals:
-    """The totals of every scorer that workers have reported of, by its label."""
+    """The totals of every reported scorer, by its label."""
 
     def __init__(self) -> None:
         self._totals: dict[str, _Total] = {}
@@ -42,14 +42,14 @@ class ScorerTotals:
         self._since: dict[tuple[str, str], list[ScorerReport]] = defaultdict(list)  # the last call of `take`
 
     def add(self, worker: str, reports: Sequence[ScorerReport]) -> None:
-        """Count the reports of a worker, one per scorer that it has."""
+        """Count the reports of a worker, one for each of its scorers."""
         self._newest[worker] = {one.scorer: one for one in reports}
         for one in reports:
             self._since[worker, one.scorer].append(one)
             self._totals.setdefault(one.scorer, _Total()).add(one)
 
     def forget(self, worker: str) -> None:
-        """Stop counting the samples that a worker had, because it is gone."""
+        """Stop counting the samples of a worker that has left."""
         self._newest.pop(worker, None)
 
     def _held(self, scorer: str) -> dict[str, float]:
@@ -57,7 +57,7 @@ class ScorerTotals:
         return {"in_flight": sum(one.in_flight for one in own), "queued": sum(one.queued for one in own)}
 
     def _mean_held(self, scorer: str) -> dict[str, float]:
-        """Return what the workers held on average, by their reports since the last call of `take`."""
+        """Return the mean numbers of samples in workers, from their reports since the last call of `take`."""
         own = [reports for (_, label), reports in self._since.items() if label == scorer]
         return {
             name: sum(fmean(getattr(one, name) for one in each) for each in own) for name in ("in_flight", "queued")
@@ -66,7 +66,7 @@ class ScorerTotals:
     def take(self) -> dict[str, dict[str, float]]:
         """Return every scorer's numbers since the last call: counts, seconds per answer and per call, samples held.
 
-        Seconds are quantiles, absent where nothing was answered; samples held are means."""
+        Seconds are quantiles, absent without answers; samples held are means."""
         found = {}
         for label, total in sorted(self._totals.items()):
             seconds = _quantiles("answer_s", total.answer_s) | _quantiles("call_s", total.call_s)
@@ -76,7 +76,7 @@ class ScorerTotals:
         return found
 
     def now(self) -> dict[str, dict[str, Any]]:
-        """Return what every scorer has to do now, and the quantiles of its newest answers."""
+        """Return every scorer's current samples, and the quantiles of its newest answers."""
         return {
             label: {**self._held(label), **_quantiles("answer_s", total.recent)}
             for label, total in sorted(self._totals.items())

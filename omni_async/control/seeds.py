@@ -1,20 +1,20 @@
 """Derives prompt order, SDE windows, buckets and noise seeds from the run seed and ids.
 
-None of it comes from time, worker or placement. A regenerated sample is therefore the same sample, and a run's data are
-independent of how many engines drew them.
+None of it depends on time, worker or placement. A regenerated sample is therefore the same sample, and a run's data do
+not depend on the number of engines.
 
 The window, the denoising steps of a group that are noisy and trained, has five schedules (`rollout.sde.window`).
-`uniform` is a window per group (Flow-GRPO-Fast). The others give all groups of an update the same one (MixGRPO, arXiv
-2507.21802), where a group's update is counted in admission order, `groups_per_update` to each. Where groups are
-rejected or overtaken that is not quite the update that trains it, but it depends on the group's number alone: a resumed
-run and any number of engines draw the same windows.
+`uniform` is a window per group (Flow-GRPO-Fast). The others give all groups of an update the same window (MixGRPO,
+arXiv 2507.21802). A group's update is counted in admission order, with `groups_per_update` groups each. If groups are
+rejected or overtaken, another update may train the group. The window still depends on the group's number alone, so a
+resumed run and any number of engines draw the same windows.
 
-A sliding window has positions 0, 1, ...; position p starts at min(lo + stride p, hi - size), so the last one touches
-hi. It stays at each for a number of updates:
+A sliding window has positions 0, 1, ...; position p starts at min(lo + stride p, hi - size), so the last window touches
+hi. It stays at each position for a number of updates:
 
   progressive  updates_per_position, U
-  decay        U (1 - t) + m t rounded down, t = (start - lo) / (hi - lo), m = max(1, U / 4 rounded down): towards m,
-               which a window that started at hi would have (MixGRPO's public code, whose range is [0, N - 2))
+  decay        U (1 - t) + m t rounded down, t = (start - lo) / (hi - lo), m = max(1, U / 4 rounded down); it would
+               reach m for a window that starts at hi (MixGRPO's public code, whose range is [0, N - 2))
   exp_decay    ceil(U exp(-decay_rate max(0, p - decay_from))), at least 1
 """
 
@@ -32,12 +32,12 @@ from omni_async.config import Config
 from omni_async.config.schema import WindowConfig
 from omni_async.types import Prompt, SdeWindow
 
-# How `omni_async.diffusion.sde.noise` draws from a seed. Under another value the same seed has other noise.
+# The generator of `omni_async.diffusion.sde.noise`. With another generator the same seed gives other noise.
 NOISE = "Philox"
 
 
 def derive(*parts: int | str) -> int:
-    """Return a 63-bit integer from the parts; any change of any part gives an unrelated number."""
+    """Return a 63-bit integer derived from the parts; any change of a part gives an unrelated number."""
     return _number(_hashed(*parts))
 
 
@@ -50,7 +50,7 @@ def _number(hashed: hashlib.blake2b) -> int:
 
 
 def sample_seeds(run_seed: int, prompt: int, group: int | str, count: int) -> list[int]:
-    """Return the seeds of the noise of samples 0, 1, ..., count - 1: what they have in common is hashed once.
+    """Return the noise seeds of samples 0, 1, ..., count - 1; their common prefix is hashed once.
 
     Args:
         run_seed: `run.seed`.
@@ -70,7 +70,7 @@ def initial_noise_seed(run_seed: int, prompt: int, group: int | str) -> int:
     """Return the seed of the first latents, for groups whose samples share them.
 
     Args:
-        run_seed, prompt, group: as `sample_seeds` takes them."""
+        run_seed, prompt, group: as in `sample_seeds`."""
     return derive("initial", run_seed, prompt, group)
 
 
@@ -123,11 +123,11 @@ def _sliding_start(update: int, window: WindowConfig) -> int:
 
 
 def _stay(position: int, start: int, window: WindowConfig) -> int:
-    """Return the number of updates at this position, whose window begins at `start`."""
+    """Return the number of updates at this position, where the window begins at `start`."""
     updates = window.updates_per_position
     if window.schedule == "decay":
         lo, hi = window.range
-        # In whole numbers, so that rounding down never loses an update to the interpolation's own rounding.
+        # Integer arithmetic, so that rounding errors of the interpolation never lose an update.
         return (updates * (hi - start) + max(1, updates // 4) * (start - lo)) // (hi - lo)
     if window.schedule == "exp_decay":
         return max(1, math.ceil(updates * math.exp(-window.decay_rate * max(0, position - window.decay_from))))

@@ -1,6 +1,6 @@
-"""Tracks validation rounds: when one is due, its samples, and its results.
+"""Tracks validation rounds: when a round is due, its samples, and its results.
 
-Rounds take no slot and nothing waits for them, except the end of the run.
+Rounds take no slot, and only the end of the run waits for them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def mean_parts(scores: Iterable[Score]) -> dict[str, float]:
 
 
 def digest_of(requests: Sequence[SampleRequest], formula: RewardFormula) -> str:
-    """Return the digest of what decides a round's samples and their rewards, but for the policy and scorers' params.
+    """Return the digest of a round's requests and reward formula, without the policy and the scorers' params.
 
-    Rounds of one digest are compared sample by sample."""
+    Rounds with the same digest are compared sample by sample."""
     drawn = [
         [
             [one.prompt.text, one.prompt.target, one.prompt.metadata, [image.digest for image in one.prompt.images]],
@@ -45,7 +45,7 @@ def digest_of(requests: Sequence[SampleRequest], formula: RewardFormula) -> str:
 
 
 class ValidationRound(SampleSet):
-    """The samples of one round. Failed samples are counted with their reasons, and never enter a mean."""
+    """The samples of a round. Failed samples are counted with their reasons, and never enter a mean."""
 
     def __init__(self, version: int, requests: list[SampleRequest]) -> None:
         super().__init__("validation", version, requests)
@@ -54,7 +54,7 @@ class ValidationRound(SampleSet):
 
     @property
     def failed(self) -> list[str]:
-        """Return the samples that the round goes on without."""
+        """Return the samples that are finished without a score."""
         left = (each for each in self.samples if each.state in (SampleState.FAILED, SampleState.SCORED))
         return [each.request.sample_id for each in left if each.score is None]
 
@@ -63,17 +63,17 @@ class ValidationRound(SampleSet):
         self._why[sample.request.sample_id] = reason
 
     def leave_incomplete(self, formula: RewardFormula) -> None:
-        """Leave out samples that an optional scorer has failed: their rewards are not comparable."""
+        """Leave out samples for which an optional scorer failed: their rewards are not comparable."""
         for sample in self.samples:
             if sample.score is not None and (absent := formula.unanswered(sample.request.prompt, sample.score)):
                 self.leave_out(sample, f"no answer of {', '.join(absent)}")
                 sample.score = None
 
     def result(self, formula: RewardFormula) -> Round:
-        """Return the round as it is recorded: means, every sample's score, and why samples have none.
+        """Return the round's record: means, every sample's score, and reasons for missing scores.
 
         Args:
-            formula: what the rewards are made by; with several scorers, reasons name the failed scorer."""
+            formula: the formula of the rewards; with several scorers, reasons name the failed scorer."""
         means = {name: value if math.isfinite(value) else None for name, value in self.means().items()}
         scores = [sample.score for sample in self.samples]
         columns = {name: tuple(None if one is None else _number(one, name) for one in scores) for name in means}
@@ -96,12 +96,12 @@ class ValidationRound(SampleSet):
         """Return the means of `reward` and of every part over the scored samples."""
         scores = [sample.score for sample in self.samples if sample.score is not None]
         reward = {"reward": sum(score.value for score in scores) / len(scores)} if scores else {}
-        return reward | mean_parts(scores) | reward  # a part of that name does not take its place
+        return reward | mean_parts(scores) | reward  # a part named `reward` does not replace the reward
 
     def standard_error(self) -> float | None:
-        """Return the standard error of the mean reward of the scored samples; None of one prompt.
+        """Return the standard error of the mean reward of the scored samples; None for a single prompt.
 
-        Prompts are what differs independently: it is that of the mean over the prompts' own means."""
+        Only prompts are independent, so it is computed over the means of the prompts."""
         rewards: dict[int, list[float]] = defaultdict(list)
         for sample in self.samples:
             if sample.score is not None:
@@ -125,7 +125,7 @@ class Validation:
     """The rounds of a run that are under way, by version.
 
     They are due at the first version, at every multiple of `validation.every`, and at the last version; never without
-    that section. `requests_of(version)` makes the samples of one; `begun` is the last version a round began with."""
+    that section. `requests_of(version)` returns a round's requests. `begun` is the version of the last begun round."""
 
     def __init__(
         self, config: Config, requests_of: Callable[[int], list[SampleRequest]], begun: int | None = None
@@ -138,17 +138,17 @@ class Validation:
 
     @property
     def done(self) -> int | None:
-        """Return the last version whose round is over, or would be repeated for nothing."""
+        """Return the last version without an unfinished round up to it; a resumed run repeats only later rounds."""
         return min(self.rounds) - 1 if self.rounds else self._begun
 
     def cancel(self) -> list[ValidationRound]:
-        """Cancel rounds under way at the end of the run, and return them: they count as not begun."""
+        """Cancel and return the rounds under way at the end of the run; they count as not begun."""
         self._begun = self.done
         rounds, self.rounds = [*self.rounds.values()], {}
         return rounds
 
     def begin(self, held: int) -> ValidationRound | None:
-        """Return the round that is due now that every engine holds `held`; None if none is due."""
+        """Begin and return the round that is due when every engine holds `held`; None if no round is due."""
         if not self._is_due(held):
             return None
         self._begun = held

@@ -1,8 +1,8 @@
 """Tracks which policy version exists, which was published, and which each engine holds.
 
 Version v is the policy after v updates. The trainer makes versions, the publisher announces some with a digest, engines
-report what they hold. A report that does not match the announcement is a `WeightMismatch`: plausible but wrong weights
-are the worst kind of silent error.
+report the version that they hold. A report that does not match the announcement is a `WeightMismatch`: plausible but
+wrong weights are the worst kind of silent error.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class Versions:
     def __init__(self, start: int = 0) -> None:
         self.trained = start
         self._digests: dict[int, str] = {}
-        self.engines: dict[str, int] = {}  # what each holds, -1 if nothing yet
+        self.engines: dict[str, int] = {}  # the version of each, -1 before its first weights
         # Version -> number of engines that hold it: two or three versions, however many engines.
         self._holders: Counter[int] = Counter()
-        # The engines that a run starts with wait for each other; one that joins later keeps no other waiting.
+        # The initial engines of a run wait for each other; nobody waits for an engine that joins later.
         self._begun = False
         self.published: int | None = None
-        # The oldest version any engine may still use; None before all have begun, or if there is none.
+        # The oldest version that any engine may still use; None before all have begun, or without engines.
         self.held: int | None = None
-        # At some moment no engine held a version before this one any more; slots rely on that.
+        # At some moment no engine held a version older than this; slots rely on that.
         self._left_behind = -1
 
     def join(self, engine: str) -> None:
@@ -55,7 +55,7 @@ class Versions:
     def of(self, engine: str) -> int:
         """Return the version that the engine holds.
 
-        It is -1 if the engine holds nothing yet, or does not belong to this run (any more)."""
+        It is -1 if the engine has no weights yet, or is not (or no longer) part of this run."""
         return self.engines.get(engine, -1)
 
     def knows(self, engine: str) -> bool:
@@ -74,9 +74,9 @@ class Versions:
     def report(self, report: WeightReport) -> None:
         """Record the version that an engine holds.
 
-        Raises WeightMismatch unless it is a published version with the published digest, no older than before. An
-        engine that joins with a version that all others had left behind still holds nothing: its samples could reach
-        the trainer too old."""
+        Raises WeightMismatch unless it is a published version with the published digest, no older than before. A new
+        engine's report is ignored if all other engines are past its version: its samples could reach the trainer too
+        old."""
         if self.engines.get(report.engine) == -1 and report.version < self._left_behind:
             return  # its digest may be forgotten already
         if report.engine not in self.engines:
@@ -102,7 +102,7 @@ class Versions:
         self.engines[report.engine] = report.version
         self._count(report.version, 1)
         if self._count(before, -1) == 0 and self.held is not None:
-            # Digests older than any engine's version can never be reported again.
+            # No engine can report an older version than `held` any more.
             self._digests = {v: d for v, d in self._digests.items() if v >= self.held}
 
     def require_made(self, result: SampleResult) -> None:
