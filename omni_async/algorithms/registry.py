@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from omni_async.config.algorithm import Algorithm
-from omni_async.config.load import OBJECTIVES
 from omni_async.config.schema import Config
 from omni_async.config.section import Section
-from omni_async.plugins.entry_points import find_registered, load_named, registered_names
+from omni_async.plugins.entry_points import OBJECTIVES, find_registered, load_named, registered_names
 
 AuxiliaryPolicy = Literal["reference", "old", "ema"]
 

@@ -30,14 +30,13 @@ from omni_async.config.schema import Config
 from omni_async.config.section import Section
 from omni_async.config.tree import errors_of, files_of, named_paths, overridden, read_tree
 from omni_async.config.yaml_text import ConfigError, to_yaml
-from omni_async.plugins.entry_points import did_you_mean, find_registered, registered_names
+from omni_async.plugins.entry_points import OBJECTIVES, did_you_mean, find_registered, registered_names
 from omni_async.plugins.families import family_names, find_family
 from omni_async.plugins.programs import find_program
 from omni_async.plugins.services import find_service
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-OBJECTIVES = "omni_async.objectives"
 _MOVED = {
     f"rollout.{key}": f"rollout.sampling.{key}" for key in ("height", "width", "true_cfg_scale", "negative_prompt")
 }
