@@ -22,10 +22,10 @@ from omni_async.config import Config
 from omni_async.config.layout import ParallelLayout
 from omni_async.config.redact import with_secrets
 from omni_async.control.coordinator import Coordinator
-from omni_async.control.ledger import JsonlSink
 from omni_async.diffusion.policy import load_policy
 from omni_async.plugins.programs import find_program
 from omni_async.plugins.services import Service, ServiceSite, find_service
+from omni_async.records.write.ledger_file import JsonlSink
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.roles.api import CoordinatorApi, RankApi, UpdateRule
 from omni_async.roles.emulated import EmulatedRank, EmulatedRewarder, EmulatedRule
