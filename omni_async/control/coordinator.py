@@ -167,7 +167,7 @@ class Coordinator(Bulletin):
 
     async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
         """Return up to `limit` generated samples; an empty list if the run is over or this worker has left."""
-        self._samples.blame.asks(worker)
+        self._samples.faults.end_outage(worker)
         return await self._rewarders.take(lambda: [] if self._closed else self._samples.jobs(worker, limit), worker)
 
     async def scored(self, worker: str, results: list[ScoreResult]) -> None:
@@ -185,7 +185,7 @@ class Coordinator(Bulletin):
 
         Returns whether that ends the run. It does not if samples were scored before: then the scorers have lost
         something that they need, and may recover."""
-        if self._samples.blame.has_scored:
+        if self._samples.faults.has_scored:
             return False
         self._close("failed", reason)
         return True

@@ -46,8 +46,8 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from omni_async.config import Config
-from omni_async.control.blame import Blame
 from omni_async.control.held_bytes import HeldBytes
+from omni_async.control.scorer_faults import ScorerFaults
 from omni_async.types import SampleKind, SampleRequest, SampleResult, Score, ScoreJob, ScoreResult
 
 SampleState = IntEnum("SampleState", "QUEUED LEASED ABANDONED GENERATED SCORING PAUSED SCORED FAILED GONE")
@@ -201,7 +201,7 @@ class SampleTable:
         self.lost_workers: set[str] = set()
         self.images = images
         self.drawn = self.encoded = self.cached = 0
-        self.blame = Blame(config, has_scored)
+        self.faults = ScorerFaults(config, has_scored)
         # Indexes and counts over `samples`. `_take` skips samples that have left QUEUED meanwhile.
         self._slots = 0
         self._num_queued: dict[SampleKind, int] = {"train": 0, "validation": 0}
@@ -411,7 +411,7 @@ class SampleTable:
             sample = self.samples.get(result.sample_id)
             if sample is None or worker not in sample.workers or result.attempt != sample.request.attempt:
                 continue  # a duplicate, or the group has ended or the sample was lost meanwhile
-            if (result.wrong or result.fault == "reject") and self.blame.is_wrong(sample.request):
+            if (result.wrong or result.fault == "reject") and self.faults.record_permanent_failure(sample.request):
                 reason = f"nothing could be scored so far, and the error stays the same: {result.error}"
                 yield Outcome(sample, "end run", reason)
                 return
@@ -422,7 +422,7 @@ class SampleTable:
     def _answer(self, sample: Sample, worker: str, result: ScoreResult) -> Outcome | None:
         error = result.error or "no score"
         if result.score is not None:
-            self.blame.scores(worker)
+            self.faults.record_score(worker)
             self.cached += result.cached
             sample.score = result.score
             self._move(sample, SCORE)
@@ -431,7 +431,7 @@ class SampleTable:
             return self.generation_failed(sample, error)
         if result.fault == "outage":
             self._give_back(sample, worker, POSTPONE)
-            return self._suspect(sample, error) if self.blame.goes_down(worker, sample) else None
+            return self._suspect(sample, error) if self.faults.record_outage(worker, sample) else None
         sample.score_failures += 1
         if result.fault == "retry" and sample.score_failures <= self._config.reward.retries:
             self._give_back(sample, worker, PAUSE)
@@ -462,7 +462,7 @@ class SampleTable:
     def worker_lost(self, worker: str) -> Iterator[Outcome]:
         """Queue a lost worker's samples before all others. Yield the consequences one by one."""
         self.lost_workers.add(worker)
-        self.blame.asks(worker)
+        self.faults.end_outage(worker)
         taken = [sample for sample in self.samples.values() if worker in sample.workers]
         for sample in reversed(taken):
             self._give_back(sample, worker, RETURN)
