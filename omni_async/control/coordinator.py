@@ -35,9 +35,10 @@ from omni_async.aio.backoff import Backoff, Later
 from omni_async.aio.waiting import Event, FairQueue
 from omni_async.config import Config
 from omni_async.config.redact import redact_text
+from omni_async.control.addresses import Addresses
 from omni_async.control.control_state import ControlState
 from omni_async.control.ending import Ending
-from omni_async.control.events import Bulletin
+from omni_async.control.events import EventLog, RunEvent
 from omni_async.control.group_table import Group, GroupTable, TooStale
 from omni_async.control.ledger import Ledger
 from omni_async.control.reasons import count
@@ -57,13 +58,14 @@ from omni_async.types import (
     ScoreJob,
     ScoreResult,
     ScorerReport,
+    Span,
     Terminal,
     UpdateReport,
     WeightReport,
 )
 
 
-class Coordinator(Bulletin):
+class Coordinator:
     def __init__(
         self,
         config: Config,
@@ -81,7 +83,6 @@ class Coordinator(Bulletin):
             start: The state that an earlier attempt of the run reached, if any.
             ledger_sync: Makes the lines given to `ledger_sink` survive a crash of the machine.
             has_scored: The current scorers have scored samples of this run, so the run waits for a failing scorer."""
-        super().__init__(config)
         start = start or ControlState()
         self._ledger_sync = ledger_sync
         self._config = config
@@ -105,6 +106,10 @@ class Coordinator(Bulletin):
         self._rewarders = FairQueue(lambda: self._closed or self._samples.may_score)
         self._ready = Event()
         self._weights = Event()
+        self._changed = Event()  # an address, or `_closed`
+        self._closed = False  # the run is over or closing
+        self._log = EventLog()
+        self._addresses = Addresses(config.services)
         self._ending = Ending(self._groups, self._samples, self._log, ledger_sync)
 
     def _settle(self) -> None:
@@ -428,7 +433,44 @@ class Coordinator(Bulletin):
         self._rewarders.evict(worker)
         self._scorers.forget(worker)
 
+    # ---- services and events -----------------------------------------------------------------------------------------
+
+    async def service_ready(self, worker: str, address: str) -> None:
+        """Publish the address of a service's ready worker."""
+        self._addresses.ready[worker] = address
+        self._changed.notify()
+        await self.phase(f"{worker}: ready" + (f" at {address}" if address else ""))
+
+    async def service_lost(self, worker: str) -> None:
+        """Remove the address of a service's worker that is lost or leaves."""
+        self._addresses.ready.pop(worker, None)
+
+    async def addresses(self, role: str) -> dict[str, str]:
+        """Wait for a ready worker of a service; return the addresses of all its ready workers, by name.
+
+        Returns an empty dict if the run ends first. Raises ValueError for a role that the recipe does not name."""
+        while not (found := self._addresses.of(role)) and not self._closed:
+            await self._changed.wait()
+        return found
+
+    async def events(self) -> list[RunEvent]:
+        """Return the events since the last call, at least one."""
+        return await self._log.take()
+
+    async def report_spans(self, spans: list[Span]) -> None:
+        """Pass spans of time to the driver."""
+        self._log.add("spans", {"spans": spans})
+
+    async def phase(self, text: str) -> None:
+        """Pass a message for the user to the driver; credentials are masked."""
+        self._log.add("phase", {"text": redact_text(text)})
+
     # ---- the end -----------------------------------------------------------------------------------------------------
+
+    async def closing(self) -> None:
+        """Wait until workers get no more work; for workers that wait for something other than work."""
+        while not self._closed:
+            await self._changed.wait()
 
     def _finish_if_complete(self) -> None:
         if self.versions.held == self.versions.trained == self._config.trainer.updates and not self._validation.rounds:
@@ -489,5 +531,5 @@ class Coordinator(Bulletin):
             "drop_reasons": count(self.ledger.drop_reasons),
             "engines": dict(self.versions.engines),
             "scorers": self._scorers.now(),
-            "addresses": {name: redact_text(address) for name, address in self._addresses.items()},
+            "addresses": {name: redact_text(address) for name, address in self._addresses.ready.items()},
         }
