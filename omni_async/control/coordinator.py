@@ -44,8 +44,8 @@ from omni_async.control.ledger import Ledger
 from omni_async.control.reasons import count
 from omni_async.control.reporting import Record, buffer_statistics, control_state, round_event, update_event
 from omni_async.control.requests import GroupSource, RequestFactory, require_trained_steps
-from omni_async.control.reward_formula import NoReward, RewardFormula
-from omni_async.control.sample_table import Outcome, Sample, SampleTable
+from omni_async.control.reward_formula import RewardFormula
+from omni_async.control.sample_table import Complete, EndRun, Failure, Pause, Sample, SampleTable
 from omni_async.control.scorer_totals import ScorerTotals
 from omni_async.control.validation import Validation, ValidationRound
 from omni_async.control.versions import Versions, WeightMismatch
@@ -145,7 +145,7 @@ class Coordinator:
                 require_trained_steps(sample.request, result)
                 self.versions.require_made(result)
             except (ValueError, WeightMismatch) as error:
-                self._carry_out(self._samples.generation_failed(sample, str(error)))
+                self._generate_again(sample, str(error))
                 self._settle()
                 raise
             problem = self._samples.generated(sample, result)
@@ -165,8 +165,12 @@ class Coordinator:
             error: the cause, for the ledger."""
         sample = self._samples.answered(engine, sample_id)
         if sample is not None:
-            self._carry_out(self._samples.generation_failed(sample, error))
+            self._generate_again(sample, error)
         self._settle()
+
+    def _generate_again(self, sample: Sample, error: str) -> None:
+        if (failure := self._samples.generation_failed(sample, error)) is not None:
+            self._end_owner(failure)
 
     # ---- reward workers ----------------------------------------------------------------------------------------------
 
@@ -177,8 +181,22 @@ class Coordinator:
 
     async def scored(self, worker: str, results: list[ScoreResult]) -> None:
         """Record scores and failures."""
-        for outcome in self._samples.scored(worker, results):
-            self._carry_out(outcome)
+        for result in results:
+            match self._samples.scored(worker, result):
+                case None:
+                    continue
+                case Complete(Group() as group):
+                    self._complete(group)
+                case Complete(ValidationRound() as round_):
+                    self._end_round(round_)
+                case Pause(sample):
+                    seconds = self._backoff.pause_s(sample.score_failures)
+                    self._pauses.call(sample.request.sample_id, seconds, partial(self._resume, sample))
+                case Failure() as failure:
+                    self._end_owner(failure)
+                case EndRun(reason):
+                    self._close("failed", reason)
+                    break
         self._settle()
 
     async def report_scorers(self, worker: str, reports: list[ScorerReport]) -> None:
@@ -200,38 +218,23 @@ class Coordinator:
         self._samples.resume(sample)
         self._rewarders.notify()
 
-    def _carry_out(self, outcome: Outcome | None) -> None:
-        """Carry out an outcome of the sample table."""
-        if outcome is None:
-            return
-        owner = outcome.sample.owner
-        if outcome.event == "end run":
-            self._close("failed", outcome.reason)
-        elif outcome.event == "pause":
-            seconds = self._backoff.pause_s(outcome.sample.score_failures)
-            self._pauses.call(outcome.sample.request.sample_id, seconds, partial(self._resume, outcome.sample))
+    def _end_owner(self, failure: Failure) -> None:
+        """End the group of a failed sample, or leave the sample out of its validation round."""
+        owner = failure.sample.owner
+        if isinstance(owner, Group):
+            self._end_group(owner, failure.event, failure.reason)
         elif isinstance(owner, ValidationRound):
-            if outcome.event != "complete":
-                owner.leave_out(outcome.sample, outcome.reason)
-            self._end_round(owner)  # ends only after its last sample, scored or not
-        elif isinstance(owner, Group):
-            if outcome.event != "complete":
-                self._end_group(owner, outcome.event, outcome.reason)
-            else:
-                self._complete(owner)
+            owner.leave_out(failure.sample, failure.reason)
+            self._end_round(owner)
 
     def _complete(self, group: Group) -> None:
         """Hand a fully scored group to the trainer, or reject it if it has nothing to teach."""
-        try:
-            group.level(self._formula)
-        except NoReward as error:
-            self._end_group(group, "rejected", str(error))
-            return
-        if group.is_worth_training(self._config.algorithm.advantage):
+        reason = group.reason_to_reject(self._formula, self._config.algorithm.advantage)
+        if reason is None:
             self._groups.complete(group)
             self._ready.notify()
         else:
-            self._end_group(group, "rejected", "zero reward variance")
+            self._end_group(group, "rejected", reason)
 
     def _end_group(self, group: Group, event: Terminal, reason: str) -> None:
         """Reject or drop a group; its slot admits a replacement."""
@@ -423,8 +426,8 @@ class Coordinator:
     async def scorer_lost(self, worker: str) -> None:
         """Remove a reward worker that is lost or abandoned; other workers score the samples it had taken."""
         await self.scorer_leaves(worker)
-        for outcome in self._samples.worker_lost(worker):
-            self._carry_out(outcome)
+        for failure in self._samples.worker_lost(worker):
+            self._end_owner(failure)
         self._settle()
 
     async def scorer_leaves(self, worker: str) -> None:

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from omni_async.control.group_table import GROUP_TRANSITIONS, Group, GroupEvent, GroupState, GroupTable, has_signal
 from omni_async.control.ledger import Ledger
 from omni_async.control.requests import RequestFactory
-from omni_async.control.sample_table import SAMPLE_TRANSITIONS, Sample, SampleEvent, SampleSet, SampleState, SampleTable
+from omni_async.control.sample_table import (
+    SAMPLE_TRANSITIONS,
+    Failure,
+    Sample,
+    SampleEvent,
+    SampleSet,
+    SampleState,
+    SampleTable,
+)
 from omni_async.types import LedgerEntry, SampleKind, SampleResult, Score, ScoreResult, UpdateReport
 from tests.control.control_world import SAMPLE_BYTES, make_config, make_prompts, make_result
 
@@ -63,7 +71,10 @@ class SampleWorld:
     def answer(self, worker: str, sample: Sample, how: str) -> list[str]:
         score, fault = (Score(1.0), "retry") if how == "score" else (None, how)
         result = ScoreResult(sample.request.sample_id, sample.request.attempt, score, fault=fault)  # type: ignore[arg-type]
-        return [outcome.event for outcome in self.table.scored(worker, [result])]
+        outcome = self.table.scored(worker, result)
+        if isinstance(outcome, Failure):
+            return [outcome.event]
+        return [] if outcome is None else [type(outcome).__name__]
 
 
 def made(sample: Sample, engine: str) -> SampleResult:
@@ -108,7 +119,7 @@ def test_validation_is_scored_first_then_what_came_first_and_what_is_tried_again
         return [job.sample_id for job in world.table.jobs("w", limit)]
 
     assert jobs(3) == [*ids([*round_.samples]), "g0.s0"]
-    assert world.answer("w", training.samples[0], "retry") == ["pause"]
+    assert world.answer("w", training.samples[0], "retry") == ["Pause"]
     assert jobs(1) == ["g0.s1"]
     world.table.resume(training.samples[0])
     assert world.answer("w", training.samples[1], "outage") == []
@@ -123,7 +134,8 @@ def test_kept_answers_are_counted_until_the_next_update() -> None:
     world.add_generated()
     for job, cached in zip(world.table.jobs("w", 2), (1, 2), strict=True):
         result = ScoreResult(job.sample_id, job.attempt, Score(1.0), cached=cached)
-        list(world.table.scored("w", [result, result]))
+        for _ in range(2):
+            world.table.scored("w", result)
     assert world.table.cached == 3, "a second answer does not count"
     world.table.begin_update()
     assert world.table.cached == 0
@@ -149,7 +161,7 @@ def test_several_reward_workers_may_have_a_sample_and_the_first_score_counts() -
     assert world.answer("w0", first, "score") == [], "it has answered"
     assert world.answer("w2", first, "score") == [] and first.owner.num_missing == 1
     world.table.hand_out(second, "w2")
-    assert world.answer("w2", second, "score") == ["complete"] and world.answer("w0", second, "reject") == []
+    assert world.answer("w2", second, "score") == ["Complete"] and world.answer("w0", second, "reject") == []
 
 
 @settings(max_examples=150, deadline=None)
