@@ -211,7 +211,30 @@ class Group(SampleSet):
 
 
 class GroupTable:
-    """The table of live groups, by number, in the order of their admission."""
+    """The table of live groups, by number, in the order of their admission.
+
+    An example with S = 1 and P = 1, hence two slots. `held()` counts the slots and places that groups hold, and
+    `report` is the trainer's report of the first update:
+
+    >>> table.admit(first); table.admit(second); held()     # each takes a slot and a place
+    (2, 2)
+    >>> table.may_admit
+    False
+    >>> table.complete(first); held()                       # all its samples are scored: it may be taken
+    (2, 2)
+    >>> table.take(version=0, needed=1).group; held()       # frees the place
+    0
+    (2, 1)
+    >>> print(table.take(version=1, needed=1))              # the second group is not complete
+    None
+    >>> table.trained(report) == [(first, ready)]; held()   # a line in the ledger; the slot waits for the publish
+    True
+    (2, 1)
+    >>> table.publish(1); held()                            # every engine holds version 1: frees the slot
+    (1, 1)
+    >>> table.may_admit
+    True
+    """
 
     def __init__(self, config: Config, run_id: str, ledger: Ledger, start_version: int) -> None:
         self._run_id = run_id

@@ -3,6 +3,7 @@ table of groups: slots, places and the order in which the trainer takes groups."
 
 from __future__ import annotations
 
+import doctest
 import random
 from collections import Counter
 from itertools import product
@@ -272,17 +273,23 @@ class GroupWorld:
         self.entries: list[LedgerEntry] = []
         self.table = GroupTable(self.config, "run-1", Ledger(self.entries.append), 0)
 
-    def admit(self, number: int, version: int = 0) -> Group:
+    def make(self, number: int, version: int = 0) -> Group:
         prompt, window = make_prompts(1)[0], self.factory.window(number)
-        group = Group(number, prompt, window, version, self.factory.training(number, prompt, window))
+        return Group(number, prompt, window, version, self.factory.training(number, prompt, window))
+
+    def admit(self, number: int, version: int = 0) -> Group:
+        group = self.make(number, version)
         self.table.admit(group)
         return group
 
+    def score(self, group: Group) -> None:
+        for sample in group.samples:
+            sample.result = make_result(sample.request, "rollout-0", (group.admitted_version,) * 2)
+            sample.score = Score(1.0)
+
     def complete(self, *groups: Group) -> None:
         for group in groups:
-            for sample in group.samples:
-                sample.result = make_result(sample.request, "rollout-0", (group.admitted_version,) * 2)
-                sample.score = Score(1.0)
+            self.score(group)
             self.table.complete(group)
 
     def take(self, update: int, needed: int) -> int | None:
@@ -294,6 +301,23 @@ class GroupWorld:
         found = self.table.statistics()
         slots, replay = found["slots"], found["replay"]
         return slots["live"], slots["awaiting_publication"], replay["reserved"], replay["ready"]
+
+
+def test_the_example_of_the_group_table_is_right() -> None:
+    world = GroupWorld(S=1, P=1, groups=2)
+    first, second = world.make(0), world.make(1)
+    world.score(first)
+    names = {
+        "table": world.table,
+        "first": first,
+        "second": second,
+        "ready": first.make_ready(),
+        "report": UpdateReport(1, (0,), {}, 0.0, 1.0),
+        "held": lambda: (len(world.table.groups), world.counts()[2]),
+    }
+    example = doctest.DocTestParser().get_doctest(GroupTable.__doc__ or "", names, "GroupTable", None, None)
+    assert len(example.examples) == 8
+    assert doctest.DocTestRunner().run(example).failed == 0
 
 
 def test_a_group_holds_a_slot_until_it_is_published_and_a_place_until_it_is_taken() -> None:
