@@ -1,4 +1,4 @@
-"""Records that every admitted group ends in exactly one event, and keeps the file of those lines.
+"""Records that every admitted group ends in exactly one event, and writes the file of these events.
 
 `Ledger` owns the counters and hands each terminal event to a sink (a file in production, a list in tests) at the moment
 it happens. A sink's failure is reported in `problem`, which the code that ended the group reads. The counters stay
