@@ -35,7 +35,7 @@ from tests.runtime.runtime_world import write_world
 from tests.support.job_world import Disturbed, slow_at
 from tests.support.patience import PATIENCE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 
 def server(name: str) -> psutil.Process:
