@@ -1,6 +1,6 @@
 """Loads a recipe: read, decode, resolve, check.
 
-Every mistake is one `ConfigError` that names the key and what it allows. A value passes four steps, once each:
+Every mistake is one `ConfigError` with the key and its allowed values. A value passes four steps, once each:
 
     read     tree.py      the file, the files it extends, overrides, absolute paths      -> plain data
     decode   load.py      the schema: keys, types, bounds                                -> `Config`

@@ -14,7 +14,7 @@ All other roles request work from it and report their results to it. It is a she
 | `next_samples`  | producer | a queued sample and                | admission (a slot freed), a score,               |
 |                 |          | a trajectory slot                  | a retry, validation                              |
 | `next_to_score` | rewarder | a generated sample                 | `samples_done`, a retried score, its pause's end |
-| `closing`       | rewarder | the end of the run                 | its end, in whatever way                         |
+| `closing`       | rewarder | the end of the run                 | its end, for any reason                          |
 | `next_groups`   | trainer  | the group that may be trained next | the group's last score                           |
 | `addresses`     | anyone   | a service's worker to be ready     | `service_ready`, the end of the run              |
 | `events`        | driver   | anything that happened             | any of the above                                 |
@@ -388,7 +388,7 @@ class Coordinator:
     # ---- membership --------------------------------------------------------------------------------------------------
 
     async def engine_joins(self, engine: str) -> None:
-        """Add an engine. It gets work once it holds weights no older than those of all others."""
+        """Add an engine. It gets work once its weights are no older than the weights of all others."""
         self.versions.join(engine)
         self._samples.engines.add(engine)
 
@@ -403,7 +403,7 @@ class Coordinator:
         self._weights.notify()
         await self.engine_leaves(engine)
         leases = self._samples.leases_of(engine)
-        # First: a round that ends with the engine's samples must not be the last one if another is due.
+        # First, because a round that ends with the engine's samples must not end the run if another round is due.
         self._held_may_differ(before)
         for sample_id in leases:
             await self.sample_failed(engine, sample_id, f"{engine} was lost: {reason}")

@@ -17,12 +17,12 @@ them, their group ends.
 
 | state     | trajectory slot | bytes    | is with                                                                  |
 |-----------|-----------------|----------|--------------------------------------------------------------------------|
-| QUEUED    |                 | expected | nobody: it waits for an engine, the oldest group's sample first          |
+| QUEUED    |                 | expected | no worker: it waits for an engine, the oldest group's sample first       |
 | LEASED    | held            | expected | `engine`                                                                 |
-| ABANDONED | held            | expected | `engine`, whose answer is of no use                                      |
-| GENERATED | held            | its own  | nobody: it waits for a reward worker                                     |
+| ABANDONED | held            | expected | `engine`, whose answer will be ignored                                   |
+| GENERATED | held            | its own  | no worker: it waits for a reward worker                                  |
 | SCORING   | held            | its own  | `workers`, one or several; the first score counts                        |
-| PAUSED    | held            | its own  | nobody: it waits for the end of a pause                                  |
+| PAUSED    | held            | its own  | no worker: it waits for the end of a pause                               |
 | SCORED    |                 | its own  | its group or round                                                       |
 | FAILED    |                 |          | its round                                                                |
 
