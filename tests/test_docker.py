@@ -26,11 +26,12 @@ def test_everything_that_is_copied_is_there_and_sent_to_the_builder() -> None:
 
 
 def test_the_version_can_be_read_in_the_layer_of_the_packages() -> None:
-    """Setuptools imports the version's module where little more than that is copied."""
+    """Setuptools reads the version from a literal, in a layer that has little more than its file."""
     before = "\n".join(LINES).partition("\nRUN python3.12 -m venv")[0]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    module = project["tool"]["setuptools"]["dynamic"]["version"]["attr"].rpartition(".")[0]
-    assert f"{module.replace('.', '/')}.py" in before
+    package, _, name = project["tool"]["setuptools"]["dynamic"]["version"]["attr"].rpartition(".")
+    assert f"{package}/__init__.py" in before
+    assert re.search(rf'^{name} = "\d', (ROOT / package / "__init__.py").read_text(encoding="utf-8"), flags=re.M)
 
 
 def test_the_image_installs_what_the_makefile_installs_and_the_user_is_not_root() -> None:

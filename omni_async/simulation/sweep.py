@@ -73,7 +73,7 @@ def choose_bundle(config: Config, updates: int, most: int = _MOST_BUNDLES, fewes
         fewest: bundles in flight for each engine; samples one by one are always allowed."""
     rollout = config.rollout
     per_update = config.trainer.groups_per_update * rollout.group_size
-    in_flight = config.slots / rollout.workers
+    in_flight = config.slots * rollout.group_size / rollout.workers
     whole = math.gcd(rollout.group_size, rollout.max_batch, rollout.max_inflight, config.reward.batch)
     bundles = [
         bundle

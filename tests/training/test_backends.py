@@ -39,7 +39,7 @@ def test_what_a_backend_cannot_do_is_refused(package):
         ("other", 1, False, r"^trainer\.backend: expected one of \['broken', .*'summing'\] or 'auto', got 'other'$"),
         ("broken", 1, False, r"^trainer\.backend: 'broken' is registered as .* cannot be imported: AttributeError"),
         ("plain", 2, False, r"^trainer\.backend: 'plain' is one rank, got trainer\.workers = 2; use"),
-        ("auto", 1, True, r"^trainer\.offload: the backend 'plain', which 'auto' is on one CPU rank, leaves"),
+        ("auto", 1, True, r"^trainer\.offload: the backend 'plain', which 'auto' is on one CPU rank, does"),
     ):
         with pytest.raises(ValueError, match=message):
             find_backend(name, workers=workers, offload=offload, on_cpu=True)

@@ -102,7 +102,7 @@ class RunDirectory:
         Nothing in it changes before `take_over`. Raises RunDirectoryError if another process holds it, or a required
         file cannot be read."""
         run = cls(path)
-        with refusing(f"checkpoint.resume: cannot go on in {path}", path):
+        with refusing(f"checkpoint.resume: cannot resume in {path}", path):
             if (problem := run.problem()) is not None:
                 raise OSError(errno.EINVAL, problem)
             run._claim()
@@ -129,7 +129,7 @@ class RunDirectory:
             config: this attempt's, for `config.yaml`.
             version: the update that the run resumes from; later metrics are void (`void_metrics`).
             validated: the last version whose validation round has begun (None: no round); later rounds are void."""
-        with refusing(f"cannot go on in {self.path}"):
+        with refusing(f"cannot resume in {self.path}"):
             write_atomic(self.config_yaml, resolved_yaml(config).encode())
             self.void_metrics(version, validated)
             if self.summary.exists():

@@ -34,7 +34,7 @@ def test_what_a_run_says_cannot_end_a_script_or_begin_one(emulated):
     [
         (["{tmp}"], "{tmp} is not a run folder: it has no config.yaml"),
         (["{tmp}/gone"], "{tmp}/gone is not a run folder"),
-        (["{tmp}/gone", "--out", "{tmp}"], "--out: {tmp} is a folder; name a file in it, {tmp}/report.html say"),
+        (["{tmp}/gone", "--out", "{tmp}"], "--out: {tmp} is a folder; name a file in it, such as {tmp}/report.html"),
     ],
 )
 def test_a_wrong_argument_is_one_line(arguments, line, tmp_path: Path, capsys):

@@ -395,7 +395,7 @@ async def test_the_printed_link_changes_the_run_and_with_a_token_the_token_alone
     MadeRun(groups=1).write(tmp_path)
     ended, printed = asyncio.get_running_loop().create_future(), list[str]()
     monkeypatch.setattr("omni_async.rewards.server.listener.end_signal", lambda: ended)
-    monkeypatch.setattr(command, "_say", printed.append)
+    monkeypatch.setattr(command, "print_line", printed.append)
     serving = asyncio.create_task(command._serve(tmp_path, "127.0.0.1", 0, token))
     while not printed and not serving.done():  # noqa: ASYNC110 (the command prints when it listens)
         await asyncio.sleep(0)

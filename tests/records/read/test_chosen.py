@@ -206,7 +206,7 @@ def test_folders_that_are_neither_are_refused(run: Path, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="neither a run folder"):
         choose(tmp_path)
     alone = shutil.copytree(run / "checkpoints/update-000020", tmp_path / "update-000020")
-    with pytest.raises(ConfigError, match=r"config.yaml is missing, which says what the checkpoint is of"):
+    with pytest.raises(ConfigError, match=r"config.yaml is missing, which describes the checkpoint"):
         choose(alone)
 
 

@@ -60,7 +60,7 @@ def test_every_metric_that_the_trainer_and_the_objectives_record_is_in_the_catal
 
 
 def test_every_number_that_the_driver_adds_is_in_the_catalogue():
-    names = {*keys(PACKAGE / "driver" / "observer.py")}
+    names = {*keys(PACKAGE / "runtime" / "driver" / "observer.py")}
     assert {"busy/some", "buffers/bytes_held/max", "scorer/some/some", "validation/some"} <= names
     others = {"buffers/some", "scorer/some/some"}  # whose names are elsewhere: the run in tests/e2e has them
     assert unknown(name for name in names - others if "/" in name) == []
