@@ -62,7 +62,7 @@ class SampleWorld:
 
     def answer(self, worker: str, sample: Sample, how: str) -> list[str]:
         score, fault = (Score(1.0), "retry") if how == "score" else (None, how)
-        result = ScoreResult(sample.request.sample_id, sample.request.attempt, score, fault=fault)  # type: ignore[arg-type]
+        result = ScoreResult(sample.request.sample_id, sample.request.attempt, score=score, fault=fault)  # type: ignore[arg-type]
         return [outcome.event for outcome in self.table.scored(worker, [result])]
 
 
@@ -122,7 +122,7 @@ def test_kept_answers_are_counted_until_the_next_update() -> None:
     world = SampleWorld()
     world.add_generated()
     for job, cached in zip(world.table.jobs("w", 2), (1, 2), strict=True):
-        result = ScoreResult(job.sample_id, job.attempt, Score(1.0), cached=cached)
+        result = ScoreResult(job.sample_id, job.attempt, score=Score(1.0), cached=cached)
         list(world.table.scored("w", [result, result]))
     assert world.table.cached == 3, "a second answer does not count"
     world.table.begin_update()

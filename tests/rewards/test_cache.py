@@ -23,13 +23,16 @@ from omni_async.media import Media
 from omni_async.rewards import registry
 from omni_async.rewards.cache import ScoreCache, digest_of, identity_of, key_of
 from omni_async.rewards.scorers.jpeg_size import JpegSizeScorer
+from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, PromptImage, Score
 
 SCORE = Score(0.25, {"a": 1.0}, "read", (2.0,))
 
 
 def cache(path: Path | None = None, **config: Any) -> ScoreCache:
-    return ScoreCache(schema.ScoreCache(path=None if path is None else str(path), **config))
+    async def report(text: str) -> None: ...
+
+    return ScoreCache(schema.ScoreCache(path=None if path is None else str(path), **config), Threads("cache"), report)
 
 
 def key(number: int) -> bytes:
@@ -192,10 +195,11 @@ import sys
 from omni_async.config import schema
 from omni_async.rewards import score_file
 from omni_async.rewards.cache import ScoreCache
+from omni_async.rewards.threads import Threads
 from omni_async.types import Score
 score_file._LOCK_S = 60.0
 first, last = int(sys.argv[2]), int(sys.argv[3])
-kept = ScoreCache(schema.ScoreCache(path=sys.argv[1]))
+kept = ScoreCache(schema.ScoreCache(path=sys.argv[1]), Threads("cache"), print)
 for number in range(first, last):
     kept.put({number.to_bytes(16, "little"): Score(float(number), text="x" * 500)})
     assert kept.problem is None, kept.problem
