@@ -97,6 +97,26 @@ def test_a_database_of_another_program_and_a_broken_one_are_given_up_with_a_reas
         assert file.execute("SELECT count(*) FROM scores").fetchone() == (0,)
 
 
+async def test_an_unusable_file_is_reported_once(tmp_path):
+    said = []
+
+    async def report(text: str) -> None:
+        said.append(text)
+
+    (tmp_path / "folder").mkdir()
+    kept = ScoreCache(schema.ScoreCache(path=str(tmp_path / "folder")), Threads("cache"), report)
+    media, prompts = [Media(image=np.full((3, 4, 4), i, np.uint8)) for i in range(2)], [Prompt(0, "a"), Prompt(1, "b")]
+    keys, known = await kept.find(b"scorer", media, prompts)
+    assert known == [None, None]
+    for _ in range(2):
+        await kept.keep(keys, [SCORE, None])
+    assert await kept.find(b"scorer", media, prompts) == (keys, [SCORE, None])
+    assert await kept.find(None, media, prompts) == ([None, None], [None, None])
+    (text,) = said
+    assert text.startswith(f"warning: reward.cache.path: {tmp_path}") and text.endswith("scores are not kept there")
+    kept.close()
+
+
 @pytest.mark.parametrize(
     "score",
     [
