@@ -27,7 +27,7 @@ from omni_async.commands.bench.result import Machine, describe_machine
 from omni_async.config import Config, check
 from omni_async.config.writing import write_atomic
 from omni_async.control.coordinator import Coordinator
-from omni_async.control.ledger import JsonlSink
+from omni_async.records.write.ledger_file import JsonlSink
 from omni_async.types import (
     Prompt,
     ReadyGroup,

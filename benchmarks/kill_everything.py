@@ -23,8 +23,8 @@ from benchmarks.arguments import command_parser
 from omni_async.checkpoint.folders import newest_first
 from omni_async.checkpoint.state import read_state
 from omni_async.config import Config, ConfigError, load
-from omni_async.control.ledger import LedgerDamaged, require_prefix
 from omni_async.records.write.files import read_lines
+from omni_async.records.write.ledger_file import LedgerDamaged, require_prefix
 from omni_async.runtime.driver.control_socket import Request, ask
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "emulated" / "qwen_image_lora_h800.yaml"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omni_async.control.ledger import JsonlSink
+from omni_async.records.write.ledger_file import JsonlSink
 from omni_async.records.write.rundir import RunDirectory, SpanLog
 from omni_async.records.write.timeline import write_trace
 from omni_async.types import LedgerEntry, Span

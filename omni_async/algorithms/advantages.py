@@ -3,20 +3,20 @@
 Groups are whole here, before any batching: a group's mean over part of its samples would be a different algorithm.
 Group membership is an integer id, never the prompt's text, because a prompt may occur twice in an update.
 
-Public references differ in the std: VeRL-Omni takes ddof 1 and flow_grpo ddof 0, both add 1e-4 to it; Flow-Factory
-takes ddof 0 and max(std, 1e-6); "none" is Dr. GRPO (arXiv 2503.20783). A group of one gets 0 here, as in VeRL-Omni's
+Public references differ in the std: VeRL-Omni uses ddof 1 and flow_grpo ddof 0, both add 1e-4 to it; Flow-Factory
+uses ddof 0 and max(std, 1e-6); "none" is Dr. GRPO (arXiv 2503.20783). A group of one gets 0 here, as in VeRL-Omni's
 diffusion code (VeRL's token code would give it the raw reward).
 
-Several scorers, rewards (N, K) and a weight per scorer, not normalised, are combined as `advantage.aggregate` says:
+`advantage.aggregate` combines several scorers, with rewards (N, K) and an unnormalised weight per scorer:
 
   rewards     r = sum_k w_k r_k, then the advantages of r (VeRL-Omni, Flow-Factory's `sum`, MixGRPO's `reward_aggr`)
   advantages  A_k of each scorer alone, A = sum_k w_k A_k (MixGRPO's `advantage_aggr`): with a std, scorers count
               by weight, not by scale
-  gdpo        A_k divided by the group's std whatever `std` says, A = sum_k w_k A_k, whitened over the
+  gdpo        A_k divided by the group's std for every `std`, A = sum_k w_k A_k, whitened over the
               update (GDPO, arXiv 2601.05242)
 
-The clamp comes last and once. Where ddof and eps occur twice, in A_k and in whitening, they are the same settings both
-times. `RewardHistory` takes the place of groups where statistics are a prompt's over the whole run.
+The clamp is applied once, at the end. If ddof and eps occur twice, in A_k and in whitening, both use the same settings.
+`RewardHistory` replaces groups if statistics cover a prompt's whole run.
 
 Streaming: with std="global" an objective that is positively homogeneous in the advantage may accumulate gradients with
 `centred` rewards as groups arrive and multiply the sum by `global_scale` at the end, unless the clamp binds
@@ -48,14 +48,14 @@ def aggregate_advantages(
     """Return advantages (N,) in rewards' dtype, float64 inside. Groups of one get 0, as does a prompt's only reward.
 
     Args:
-        rewards: (N, K) finite, of K scorers; NaN in a whole group's column where that scorer has no part in its reward,
-            which then adds nothing, nor counts in a std. Not with settings.track_prompts.
+        rewards: (N, K) finite, of K scorers. A scorer without a part in a group's reward has NaN in the group's whole
+            column; it then adds nothing, and does not count in a std. Not allowed with settings.track_prompts.
         weights: (K,), a weight per scorer.
         group_ids: (N,) integers in any order.
         settings: `algorithm.advantage`.
-        history: With settings.track_prompts it and `prompt_ids` replace groups, so that groups of one prompt share
-            statistics. Read only: commit `tracked_rewards` to it when the update is done.
-        prompt_ids: (N,) integers, read with settings.track_prompts alone."""
+        history: With settings.track_prompts it and `prompt_ids` replace groups, so that groups of the same prompt share
+            statistics. It is only read: commit `tracked_rewards` to it after the update.
+        prompt_ids: (N,) integers, read only with settings.track_prompts."""
     if not settings.clip_max > 0:
         raise ValueError(f"clip_max must be > 0, got {settings.clip_max}")
     columns = tracked_rewards(rewards, weights, settings)
@@ -64,8 +64,8 @@ def aggregate_advantages(
         of_groups = [_where_given(column, group_ids, each) for column in columns.unbind(1)]
         advantages = _weighted(torch.stack(of_groups, dim=1), weights, settings)
         if settings.aggregate == "gdpo":
-            # Every group's sum to 0, so the update's mean is 0 but for rounding; without subtracting it, no signal
-            # stays exactly 0.
+            # Every group sums to 0, so the update's mean is 0 except for rounding. It is not subtracted, so that groups
+            # without a signal stay exactly 0.
             advantages = advantages * global_scale(advantages, settings)
     elif history is None or prompt_ids is None:
         raise ValueError("advantage.track_prompts needs a history and prompt_ids")
@@ -78,7 +78,7 @@ def aggregate_advantages(
 
 
 def _where_given(rewards: Tensor, group_ids: Tensor, settings: Advantage) -> Tensor:
-    """Return advantages (N,) of one scorer's rewards (N,); 0 where they are NaN."""
+    """Return advantages (N,) of one scorer's rewards (N,); 0 for NaN."""
     _check_ids("group_ids", group_ids, rewards.shape)
     given = rewards.isnan().logical_not()
     advantages = torch.zeros_like(rewards)
@@ -88,7 +88,7 @@ def _where_given(rewards: Tensor, group_ids: Tensor, settings: Advantage) -> Ten
 
 
 def tracked_rewards(rewards: Tensor, weights: Tensor, settings: Advantage) -> Tensor:
-    """Return the columns that advantages are computed from, float64, and that a `RewardHistory` keeps.
+    """Return the input columns of advantages, float64; a `RewardHistory` stores the same columns.
 
     Args:
         rewards: (N, K), of K scorers.
@@ -108,19 +108,19 @@ def tracked_rewards(rewards: Tensor, weights: Tensor, settings: Advantage) -> Te
     if settings.aggregate != "rewards":
         return columns
     total = torch.zeros(len(columns), dtype=torch.float64)
-    # In this order the sum is to the bit the one that `Score.value` holds.
+    # In this order the sum equals `Score.value` bit for bit.
     for weight, column in zip(weights.tolist(), columns.unbind(1), strict=True):
         total = total + weight * column
     return total.unsqueeze(1)
 
 
 def _weighted(advantages: Tensor, weights: Tensor, settings: Advantage) -> Tensor:
-    """Return (N,) from (N, C); with aggregate="rewards" the weights are in the rewards already."""
+    """Return (N,) from (N, C); with aggregate="rewards" the rewards already include the weights."""
     return advantages[:, 0] if settings.aggregate == "rewards" else advantages @ weights.to(torch.float64)
 
 
 def _without_peers(prompt_ids: Tensor, history: RewardHistory) -> Tensor:
-    """Return (N,) bool: True for the only reward its prompt ever had, which has nothing to be compared with."""
+    """Return (N,) bool: True for the only reward of its prompt, which has nothing to compare with."""
     rewards = Counter(prompt_ids.tolist())
     return torch.tensor([rewards[prompt] + history.count(prompt) == 1 for prompt in prompt_ids.tolist()])
 
@@ -131,11 +131,11 @@ def unclipped_advantages(rewards: Tensor, group_ids: Tensor, settings: Advantage
     Args:
         rewards: (N,) finite.
         group_ids: (N,) integers in any order.
-        settings: `algorithm.advantage`. std "global" divides by the std of all N rewards, "group" by the group's own,
-            "none" by nothing; ddof (0 or 1) is subtracted from the count in the variance.
+        settings: `algorithm.advantage`. std "global" divides by the std of all N rewards, "group" by the group's std,
+            "none" does not divide; ddof (0 or 1) is subtracted from the count in the variance.
 
     Raises:
-        ValueError: an argument is not as said here."""
+        ValueError: an argument does not fit this description."""
     if settings.std not in ("global", "group", "none"):
         raise ValueError(f"std must be 'global', 'group' or 'none', got {settings.std!r}")
     _check_ids("group_ids", group_ids, rewards.shape)
@@ -154,12 +154,12 @@ def clip_binds(rewards: Tensor, group_ids: Tensor, settings: Advantage) -> bool:
     """Return whether the clamp to +-clip_max changes any of these advantages.
 
     Args:
-        rewards, group_ids, settings: as `unclipped_advantages` takes them, with its errors."""
+        rewards, group_ids, settings: as in `unclipped_advantages`, with its errors."""
     return bool((unclipped_advantages(rewards, group_ids, settings).abs() > settings.clip_max).any())
 
 
 def centred(rewards: Tensor) -> Tensor:
-    """Subtract their mean from the rewards (K,) of one group, in float64; exact zeros when all are equal."""
+    """Subtract the mean from the rewards (K,) of one group, in float64; exact zeros if all are equal."""
     values = _finite64(rewards)
     if values.max() == values.min():
         return torch.zeros_like(values)
@@ -167,7 +167,7 @@ def centred(rewards: Tensor) -> Tensor:
 
 
 def global_scale(rewards: Tensor, settings: Advantage) -> float:
-    """Return the factor for an update's rewards (N,) with std="global": `inverse_std` of their std, 1 for a single."""
+    """Return the factor for an update's rewards (N,) with std="global": `inverse_std` of their std (of 1 if N = 1)."""
     values = _finite64(rewards)
     if settings.ddof not in (0, 1):
         raise ValueError(f"ddof must be 0 or 1, got {settings.ddof}")
@@ -181,7 +181,7 @@ def global_scale(rewards: Tensor, settings: Advantage) -> float:
 
 
 def inverse_std(deviation: float, settings: Advantage) -> float:
-    """Return 1 / (deviation + eps) with eps_form "added", 1 / max(deviation, eps) with "floor"; 0 in place of 1 / 0."""
+    """Return 1 / (deviation + eps) with eps_form "added", 1 / max(deviation, eps) with "floor"; 0 instead of 1 / 0."""
     eps, form = settings.eps, settings.eps_form
     if eps < 0:
         raise ValueError(f"eps must be >= 0, got {eps}")
@@ -209,9 +209,9 @@ def _finite64(rewards: Tensor) -> Tensor:
 
 
 def best_and_worst(rewards: Sequence[float]) -> tuple[int, int]:
-    """Return the positions of the best and the worst reward: two samples, the first of those that are equal.
+    """Return the positions of the best and the worst reward, two different samples; of equal rewards the first.
 
-    ValueError for fewer than two: one sample makes no pair."""
+    Raises ValueError for fewer than two rewards, which make no pair."""
     if len(rewards) < 2:
         raise ValueError(f"a preference pair needs at least 2 samples of a prompt, got {len(rewards)}")
     best = max(range(len(rewards)), key=lambda i: rewards[i])
@@ -229,7 +229,7 @@ class _Moments:
 
     @classmethod
     def of(cls, rewards: Tensor) -> _Moments:
-        """Compute the moments of rewards (n, C). Columns of equal rewards get exactly that mean and M2 = 0."""
+        """Compute the moments of rewards (n, C). A column of equal rewards gets exactly that mean, and M2 = 0."""
         mean = torch.where(rewards.amin(0) == rewards.amax(0), rewards[0], rewards.mean(0))
         return cls(len(rewards), mean, (rewards - mean).square().sum(0))
 
@@ -248,13 +248,13 @@ class _Moments:
 class RewardHistory:
     """Every prompt's rewards over a run, for advantages against all of them instead of this update's alone.
 
-    The mean (and with std="group" the std) is over every reward the prompt has had, this update's included; with
-    std="global" the std is over this update's rewards alone. That is what flow_grpo's PerPromptStatTracker computes
-    when it is never cleared. Prompts are distinguished by index, never by text. Per prompt only count, mean and M2 =
-    sum of squared deviations are kept, merged as in Chan, Golub and LeVeque (1979). Computing advantages changes
-    nothing; `commit`, called when an update is done, does, so an abandoned update leaves no trace.
+    The mean (and with std="group" the std) is over every reward of the prompt so far, including this update; with
+    std="global" the std is over this update's rewards alone. flow_grpo's PerPromptStatTracker computes the same if it
+    is never cleared. Prompts are distinguished by index, never by text. Per prompt only count, mean and M2 = sum of
+    squared deviations are stored, merged as in Chan, Golub and LeVeque (1979). Computing advantages changes nothing.
+    Only `commit` does, called after an update, so an abandoned update leaves no trace.
 
-    Rewards come as (N,) or, for several scorers, as columns (N, C), always the same C; prompt_ids are integers (N,)."""
+    Rewards are (N,) or, for several scorers, columns (N, C), always with the same C; prompt_ids are integers (N,)."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, _Moments] = {}
@@ -266,15 +266,15 @@ class RewardHistory:
     def advantages(self, rewards: Tensor, prompt_ids: Tensor, settings: Advantage) -> Tensor:
         """Return advantages, float64 in the shape of `rewards`, each column against its own statistics, not clamped.
 
-        A prompt's only reward ever gets 0.
+        A prompt's only reward so far gets 0.
 
         Args:
-            rewards: those of this update, not committed yet.
+            rewards: this update's rewards, not committed yet.
             prompt_ids: the prompt of each.
             settings: `algorithm.advantage`.
 
         Raises:
-            ValueError: a shape does not fit, a reward is not finite, or C is not that of the rewards so far."""
+            ValueError: a shape does not fit, a reward is not finite, or C differs from the rewards so far."""
         columns = self._checked(rewards, prompt_ids)
         merged = self._merged(columns, prompt_ids)
         scale = torch.ones(columns.shape[1], dtype=torch.float64)
@@ -288,7 +288,7 @@ class RewardHistory:
         return advantages.reshape(rewards.shape)
 
     def commit(self, prompt_ids: Tensor, rewards: Tensor) -> None:
-        """Remember the rewards of an update that was applied."""
+        """Add the rewards of an update that was applied."""
         self._prompts.update(self._merged(self._checked(rewards, prompt_ids), prompt_ids))
 
     def state(self) -> dict[str, list[float]]:
@@ -297,7 +297,7 @@ class RewardHistory:
 
     @classmethod
     def from_state(cls, state: dict[str, list[float]]) -> RewardHistory:
-        """Restore a history from `state`. ValueError names the entry that `state` cannot have written."""
+        """Restore a history from `state`. Raises ValueError with the first invalid entry."""
         history = cls()
         widths = {len(numbers) for numbers in state.values()}
         for prompt, numbers in state.items():

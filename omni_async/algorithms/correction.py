@@ -1,23 +1,23 @@
-"""Corrects the loss for the distance between the policy that made a sample and the one that trains on it.
+"""Corrects the loss for the distance between the policy that generated a sample and the policy trained on it.
 
-N samples x W trained steps; b is the behaviour policy (the engine's weights and kernels when the step was taken), p the
-proximal one (the trainer's weights at the start of the update). Each step is a Gaussian given its input, so a step's
-log-ratio needs only the log-prob recorded when it was taken, even where the engine's weights changed in mid-trajectory.
-`Drift` is that distance, row by row; `correct` derives from it, as `algorithm.correction` asks for,
+There are N samples x W trained steps. b is the behaviour policy (the engine's weights and kernels when the step was
+taken), p the proximal policy (the trainer's weights at the start of the update). Each step is a Gaussian given its
+input. So a step's log-ratio needs only the log-prob recorded with the step, even if the engine's weights changed in
+mid-trajectory. `Drift` is the distance, row by row. `correct` derives from it, as configured in `algorithm.correction`:
 
 - masks, rules that leave rows out of the loss. k1, k2, k3 are three estimators of KL(b || p) from one sample of b
-  (Schulman, "Approximating KL divergence"), -L, L^2 / 2 and exp(L) - 1 - L, used as rejection statistics by VeRL.
-  kappa is the KL itself, known in closed form for Gaussians; unlike L it does not depend on the noise that was drawn,
-  so it rejects real drift and not bad luck. M2PO (arXiv 2510.01161) bounds the second moment of L over a batch.
-- importance weights w = p / b: exact or tempered, truncated, or 0 outside a band. Whole-sample log-ratios (`sum`) make
-  exact weights. The mean over D latent elements (`mean`, published code) makes their D-th root, which differs from 1 by
+  (Schulman, "Approximating KL divergence"), -L, L^2 / 2 and exp(L) - 1 - L; VeRL uses them as rejection statistics.
+  kappa is the KL itself, in closed form for Gaussians. Unlike L it does not depend on the drawn noise, so it rejects
+  real drift and not bad luck. M2PO (arXiv 2510.01161) bounds the second moment of L over a batch.
+- importance weights w = p / b: exact or tempered, truncated, or 0 outside a band. Whole-sample log-ratios (`sum`) give
+  exact weights. The mean over D latent elements (`mean`, published code) gives their D-th root, which differs from 1 by
   about 1e-5 at image sizes and corrects nothing.
 
-Tempering exp(gamma L) finds the gamma in (0, 1] that leaves a wanted effective sample size. gamma = 1 is the exact
+Tempering exp(gamma L) finds the gamma in (0, 1] that gives the target effective sample size. gamma = 1 is the exact
 weight, whose effective sample size exp(-2 D kappa) vanishes after a few updates; gamma -> 0 is no correction. Between
-them the bias goes to 0 with the drift (gamma -> 1) while the variance stays bounded. ESS(gamma) never rises: with E_g
+them the bias vanishes with the drift (gamma -> 1) while the variance stays bounded. ESS(gamma) never rises: with E_g
 the mean under weights proportional to exp(g L), d/dgamma ln ESS = 2 (E_gamma[L] - E_2gamma[L]), and E_g[L] rises with
-g, its derivative being the variance of L under those weights. So one gamma separates enough from too little.
+g, because its derivative is the variance of L under those weights. So a single gamma separates enough from too little.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Drift:
 
     `log_ratio` (N, W) float64: L = log p(x' | x) - log b(x' | x) of the whole sample in nats (`nats_per_log_prob` of
     `omni_async.diffusion.sde` converts mean log-probs). `kappa` (N, W) float64: D kappa, the exact Gaussian KL of the
-    step in nats, where the behaviour means are known.
+    step in nats; None if the behaviour means are unknown.
 
-    Under b with equal variances L ~ N(-D kappa, 2 D kappa), so D kappa is the drift without the luck of the noise. Mode
-    `bypass` has no proximal policy: there L is the log-ratio of the policy in training. ValueError for other shapes or
-    dtypes, values that are not finite, kappa < 0 and tensors with a gradient: a correction is data."""
+    Under b with equal variances L ~ N(-D kappa, 2 D kappa), so D kappa is the drift without the effect of the noise.
+    Mode `bypass` has no proximal policy, and L is the log-ratio of the policy in training. Raises ValueError for other
+    shapes or dtypes, values that are not finite, kappa < 0, and tensors with a gradient, since a correction is data."""
 
     log_ratio: Tensor
     kappa: Tensor | None = None
@@ -79,9 +79,9 @@ class Drift:
 class Corrected:
     """The correction of N samples x W trained steps.
 
-    `weight` (N, W) float64, 0 where masked; `unmasked` (N, W) the same before masks, 0 outside `band` alone. `kept` (N,
-    W) bool. `masked`: rule (the name of its setting) to (N, W) bool, True where that rule alone masks, for every rule
-    that is on. `gamma`: the tempering exponent, 1 without tempering."""
+    `weight` (N, W) float64, 0 for masked rows; `unmasked` (N, W) the same before masks, 0 only outside `band`. `kept`
+    (N, W) bool. `masked`: name of every active rule's setting to (N, W) bool, True for rows that this rule alone masks,
+    regardless of other rules. `gamma`: the tempering exponent, 1 without tempering."""
 
     weight: Tensor
     unmasked: Tensor
@@ -93,17 +93,17 @@ class Corrected:
 def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
     """Return the settings' weights and masks of these rows; nothing is corrected in mode `none`.
 
-    Rules do not see each other: each judges all rows, and a row stays if every rule keeps it. Weights that `band` sets
-    to 0 are masked. Tempering comes after the rules: rows that they leave out do not affect its exponent. k1, k2, k3
-    and m2 read the same L as the weights: per latent element with log_ratio `mean`; kappa_nats is in nats always.
+    Rules are independent: each judges all rows, and a row stays if every rule keeps it. Rows whose weight `band` sets
+    to 0 are masked. Tempering follows the rules: rows that they leave out do not affect its exponent. k1, k2, k3 and m2
+    use the same L as the weights, per latent element with log_ratio `mean`; kappa_nats is always in nats.
 
     Args:
-        drift: Of a whole update where `settings.needs_update` says so.
+        drift: The rows; a whole update if `settings.needs_update`.
         settings: `algorithm.correction`.
         num_elements: D, the latent elements of a sample.
 
     Raises:
-        ValueError: For settings that `correction_problems` objects to, and for kappa_nats without drift.kappa."""
+        ValueError: For settings that `correction_problems` refuses, and for kappa_nats without drift.kappa."""
     for problem in correction_problems(settings):
         raise ValueError(problem)
     log_ratio = per_element(drift.log_ratio, settings, num_elements)
@@ -135,13 +135,12 @@ def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
 
 
 def normaliser(corrected: Corrected, settings: Correction) -> tuple[float, float]:
-    """Return (numerator, denominator), by whose quotient the mean over all rows of weight x loss is multiplied.
+    """Return (numerator, denominator); their quotient multiplies the mean over all rows of weight x loss.
 
-    Both are sums over rows, so those of micro-batches add up to those of the update. The numerator is the number of
-    rows. The denominator counts the rows that are left (`kept`) or all of them (`all`), each as 1, or as its weight
-    where weights are normalised: the loss is the sum of weight x loss over the rows that are left, divided by the
-    denominator. So with `all` a masked row dilutes the loss by what it would have weighed (VeRL's batch normalisation,
-    which knows no masks)."""
+    Both are sums over rows, so the sums of micro-batches add up to the update's. The numerator is the number of rows.
+    The denominator counts the unmasked rows (`kept`) or all rows (`all`), each as 1, or as its weight if weights are
+    normalised. The loss is thus the sum of weight x loss over the unmasked rows, divided by the denominator. So with
+    `all` a masked row dilutes the loss by its unmasked weight (VeRL's batch normalisation, which has no masks)."""
     rows = float(corrected.weight.numel())
     if settings.normalises:
         return rows, (corrected.weight if settings.denominator == "kept" else corrected.unmasked).sum().item()
@@ -149,7 +148,7 @@ def normaliser(corrected: Corrected, settings: Correction) -> tuple[float, float
 
 
 def loss_factor(numerator: float, denominator: float) -> float:
-    """Return numerator / denominator, and 0 where that is 0: with every row masked there is nothing to learn from."""
+    """Return numerator / denominator; 0 if the denominator is 0, because every row is masked."""
     return numerator / denominator if denominator > 0 else 0.0
 
 
@@ -158,18 +157,18 @@ def importance_weights(
 ) -> tuple[Tensor, float]:
     """Return (weights w (N, W) float64, gamma), w = exp(clamp(gamma e, +-20)) with the `exponents` e of the rows.
 
-    gamma is 1 unless weights are `tempered`: then it is the `tempering_exponent` of the rows that reach the loss, and 1
-    if there are none. First weights outside `band` become 0 (IcePop), then the others are truncated at `cap`. `weights:
-    none` gives ones. Rows that are not kept have weights like any other.
+    gamma is 1 unless weights are `tempered`: then it is the `tempering_exponent` of the rows that reach the loss, or 1
+    without such rows. First weights outside `band` become 0 (IcePop), then the others are truncated at `cap`. `weights:
+    none` gives ones. Rows that are not kept have weights like any other row.
 
-    Clamping and truncating keep the order of weights and shrink large ones most, which cannot lower the effective
+    Clamping and truncating keep the order of weights and shrink large weights most, which cannot lower the effective
     sample size.
 
     Args:
         log_ratio: L (N, W) in nats, float64; of a whole update where weights are tempered.
         settings: `algorithm.correction`.
         num_elements: D, the latent elements of a sample.
-        kept: (N, W) bool, True for rows that reach the loss; None: all do."""
+        kept: (N, W) bool, True for rows that reach the loss; None: all rows."""
     if settings.weights == "none":
         return torch.ones_like(log_ratio), 1.0
     values = exponents(log_ratio, settings, num_elements)
@@ -189,8 +188,8 @@ def importance_weights(
 def exponents(log_ratio: Tensor, settings: Correction, num_elements: int) -> Tensor:
     """Return (N, W): L, or L / D with log_ratio `mean`, aggregated over a sample's steps, which share the result.
 
-    Level `step` leaves it as it is. `trajectory`: the sum over steps of L, but the mean over steps of L / D.
-    `sequence`: the sum over steps of either; VeRL-Omni's level of that name is the one of L / D.
+    Level `step` does not aggregate. `trajectory`: the sum over steps of L, but the mean over steps of L / D.
+    `sequence`: the sum over steps of either; VeRL-Omni's level of that name uses L / D.
 
     Args:
         log_ratio: L (N, W) in nats.
@@ -222,7 +221,7 @@ def per_element(log_ratio: Tensor, settings: Correction, num_elements: int) -> T
 def tempering_exponent(log_ratio: Tensor, ess_target: float) -> float:
     """Return the largest gamma in (0, 1] with ESS(exp(gamma L)) >= ess_target, to a relative 1e-9, from below.
 
-    `log_ratio` has any shape and finite entries, which all count alike. 0 < ess_target < 1."""
+    `log_ratio` has any shape and finite entries, which all count equally. 0 < ess_target < 1."""
     if not 0 < ess_target < 1:
         raise ValueError(f"ess_target must be in (0, 1), got {ess_target}")
     values = log_ratio.flatten()
@@ -242,8 +241,8 @@ def tempering_exponent(log_ratio: Tensor, ess_target: float) -> float:
 def effective_sample_size(log_weights: Tensor) -> Tensor:
     """Return (mean w)^2 / mean w^2 over the first dimension, w = exp(log_weights): (N, ...) to (...), in (0, 1].
 
-    Computed relative to the largest weight, so that weights may be beyond the range of exp. -inf is a weight of 0; all
-    of them 0 give 0."""
+    Computed relative to the largest weight, so that weights may exceed the range of exp. -inf is a weight of 0; if all
+    weights are 0, the result is 0."""
     values = log_weights.to(torch.float64)
     top = values.amax(dim=0)
     weights = (values - top).exp()
@@ -253,14 +252,14 @@ def effective_sample_size(log_weights: Tensor) -> Tensor:
 
 
 def k1_mask(log_ratio: Tensor, band: tuple[float, float], level: Level) -> Tensor:
-    """Keep rows, True in (N, W) bool, where the ratio exp(L) lies in the band.
+    """Return (N, W) bool, True for rows to keep, whose ratio exp(L) is inside the band.
 
     Args:
         log_ratio: L (N, W).
         band: (lo, hi), both ends included. A symmetric bound t is (1 / t, t). (VeRL bounds b / p instead, so its lo_hi
             is (1 / hi, 1 / lo) here.)
-        level: `step`: each row's own ratio. `sum` and `mean`: that of the sample and its geometric mean over steps.
-            `max`: all steps must lie in the band; the maximum of a signed quantity would test one side alone."""
+        level: `step`: each row's own ratio. `sum` and `mean`: the sample's ratio and its geometric mean over steps.
+            `max`: all steps must be inside the band; the maximum of a signed quantity would test only one side."""
     low, high = math.log(band[0]), math.log(band[1])
     if level == "max":
         smallest, largest = log_ratio.amin(dim=1, keepdim=True), log_ratio.amax(dim=1, keepdim=True)
@@ -270,20 +269,20 @@ def k1_mask(log_ratio: Tensor, band: tuple[float, float], level: Level) -> Tenso
 
 
 def statistic_mask(statistic: Tensor, bound: float, level: Level) -> Tensor:
-    """Keep rows, True in (N, W) bool, where the statistic is at most the bound.
+    """Return (N, W) bool, True for rows to keep, whose statistic is at most the bound.
 
     Args:
         statistic: (N, W), of each step: L^2 / 2 for k2, exp(L) - 1 - L for k3.
         bound: >= 0.
-        level: how it is aggregated over a sample's steps; `step`: not at all."""
+        level: the aggregation over a sample's steps; `step`: none."""
     return (_over_steps(statistic, level) <= bound).expand_as(statistic)
 
 
 def m2po_mask(log_ratio: Tensor, bound: float) -> Tensor:
-    """Leave out the largest L^2, one by one, until the mean of the others is < bound: as few as possible.
+    """Leave out the largest L^2, one by one and as few as possible, until the mean of the others is < bound.
 
-    The mean is a batch statistic over all N W rows. Among equal L^2 the rows that come first (sample-major) stay. If
-    even the smallest L^2 is >= bound nothing is kept."""
+    The mean is a batch statistic over all N W rows. Among equal L^2 the first rows (sample-major) stay. If even the
+    smallest L^2 is >= bound, no row is kept."""
     squares = log_ratio.square().flatten()
     ascending, order = squares.sort(stable=True)
     means = ascending.cumsum(dim=0) / torch.arange(1, len(squares) + 1, dtype=squares.dtype, device=squares.device)
@@ -310,19 +309,20 @@ def _over_steps(statistic: Tensor, level: Level) -> Tensor:
 def interpolated_log_prob(behaviour: Tensor, current: Tensor, staleness: Tensor) -> Tensor:
     """Estimate the proximal policy's log-prob without a forward pass, as if log-probs moved linearly with versions.
 
-    log p = log b + alpha (log theta - log b), AReaL's approximation of the decoupled loss: with v the version being
-    made and v_b the one that took the step, alpha = (v - 1 - v_b) / (v - v_b) = s / (s + 1), s = `staleness`.
+    log p = log b + alpha (log theta - log b), AReaL's approximation of the decoupled loss: with v the version in
+    training and v_b the version that took the step, alpha = (v - 1 - v_b) / (v - v_b) = s / (s + 1), s = `staleness`.
 
     Args:
-        behaviour: recorded log-probs. Steps of staleness 0 get these: how engine and trainer differ stays in the ratio.
+        behaviour: recorded log-probs, returned for steps of staleness 0; the mismatch of engine and trainer stays in
+            the ratio.
         current: log-probs of the policy in training, of the same shape and unit.
-        staleness: integers >= 0 of that shape, a step's own where versions changed in mid-trajectory.
+        staleness: integers >= 0 of that shape, one per step, since versions may change in mid-trajectory.
 
     Returns:
         Log-probs in shape and dtype of `behaviour`, detached from both.
 
     Raises:
-        ValueError: shapes differ, or staleness is not integers >= 0."""
+        ValueError: shapes differ, or `staleness` has values other than integers >= 0."""
     for name, value in (("current", current), ("staleness", staleness)):
         if value.shape != behaviour.shape:
             raise ValueError(

@@ -1,8 +1,8 @@
 """Finds kinds of trained rows by name, and counts rows. Imports no torch.
 
-A `Kind` is what objectives of one kind have in common, and names the class that makes rows and losses of them. Built-in
+A `Kind` has the common properties of its objectives, and names the class that builds their rows and losses. Built-in
 kinds are listed here; other packages add theirs through the entry-point group `omni_async.kinds` (each entry point is a
-`Kind`). Nothing outside a kind asks which one it is.
+`Kind`). No code outside a kind depends on its name.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ ENTRY_POINT_GROUP = "omni_async.kinds"
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of rows that a loss is computed of.
+    """A kind of rows of a loss.
 
-    summary: what an objective of this kind does, as the predicate of a message ("trains on final latents").
-    loss: `module:Class`, an `omni_async.training.row_loss.RowLoss`, made with (config, objective, policy, model,
+    summary: the predicate of a message about an objective of this kind ("trains on final latents").
+    loss: `module:Class`, an `omni_async.training.row_loss.RowLoss`, called with (config, objective, policy, model,
         metrics, layout), the last an `omni_async.config.layout.ParallelLayout`.
-    rows_per_sample: the number of trained rows of one sample; the loss of an update is the mean over all of them.
+    rows_per_sample: the number of trained rows of a sample; the loss of an update is the mean over all its rows.
     noisy: whether it trains denoising steps that were taken with noise, so that rollout.sde must name a window;
-        otherwise the steps of a sample carry none.
-    ratio: whether rows have an importance ratio to the policy that made them, which algorithm.clip_range clips and
+        otherwise the steps of a sample carry no noise.
+    ratio: whether rows have an importance ratio to the policy that generated them, which algorithm.clip_range clips and
         algorithm.correction corrects; its loss then recomputes proximal log-probs.
-    paired: whether a group's best and worst sample alone are trained, as a pair: every rank then has both, and
-        their rows are dealt. Preference files are made of such pairs.
-    requires: the trajectory tensors that its rows are made of; every objective of the kind must name them.
+    paired: whether only a group's best and worst sample are trained, as a pair: every rank then has both, and their
+        rows are dealt. Preference files consist of such pairs.
+    requires: the trajectory tensors of its rows; every objective of the kind must name them.
     fields: the trajectory tensors that engines must return for an objective under a configuration.
-    problems: combinations of an objective and the rest of the configuration that cannot work, one message each, beside
-        those that follow from the above."""
+    problems: combinations of an objective and the rest of the configuration that cannot work, one message each, in
+        addition to problems that follow from the fields above."""
 
     name: str
     summary: str
@@ -60,7 +60,7 @@ _MEANS = "means"
 
 
 def sde_of(config: Config) -> Sde:
-    """Return `rollout.sde`, which objectives on noisy steps need; ValueError where it is null."""
+    """Return `rollout.sde`, which objectives on noisy steps need. Raises ValueError if it is null."""
     if config.rollout.sde is None:
         raise ValueError(f"rollout.sde: {config.algorithm.name} trains noisy steps, and null takes none")
     return config.rollout.sde
@@ -76,11 +76,11 @@ def _draws(config: Config) -> int:
 
 
 def _step_fields(objective: Objective, config: Config) -> tuple[str, ...]:
-    """Return the objective's fields, with the means of the behaviour policy only where a gradient depends on them.
+    """Return the objective's fields, with the means of the behaviour policy only if a gradient depends on them.
 
-    They are as large as the latents, so a metric alone (`kappa_nats`) does not ask for them. An objective that takes
-    old means gets those of the policy its ratio is taken to: the behaviour policy in mode `bypass`, and one that the
-    trainer computes in `decoupled` and `none`."""
+    They are as large as the latents, so a metric alone (`kappa_nats`) does not request them. An objective with old
+    means gets the means of its ratio's denominator: the behaviour policy in mode `bypass`, and a policy computed by the
+    trainer in `decoupled` and `none`."""
     correction = config.correction
     fields = tuple(field for field in objective.fields if field != _MEANS)
     read = correction.kappa_nats is not None or (_MEANS in objective.fields and correction.mode == "bypass")
@@ -122,7 +122,7 @@ BUILT_IN: tuple[Kind, ...] = (
 
 
 def find_kind(name: str) -> Kind:
-    """Return the kind called `name`; ValueError as from `find_registered`."""
+    """Return the kind called `name`. Raises ValueError like `find_registered`."""
     own = {kind.name: kind for kind in BUILT_IN}
     return find_registered(name, ENTRY_POINT_GROUP, Kind, "the objective's kind", own)
 
@@ -130,26 +130,25 @@ def find_kind(name: str) -> Kind:
 def trajectory_fields(objective: Objective, config: Config) -> tuple[str, ...]:
     """Return the names of the `Trajectory.tensors` that engines must return with a training sample of this run.
 
-    Those that training reads, and no others: each is carried, stored and checkpointed for every sample."""
+    They are exactly the tensors that training reads, because each is sent, stored and checkpointed for every sample."""
     return find_kind(objective.kind).fields(objective, config)
 
 
 def num_trained(window: int, fraction: float) -> int:
     """Return the number of trained steps of a window: `algorithm.timestep_fraction` of it, rounded down, at least 1."""
-    return max(1, int(window * fraction + 1e-9))  # 0.7 * 10 is a hair below 7
+    return max(1, int(window * fraction + 1e-9))  # 0.7 * 10 is slightly below 7
 
 
 def num_draws(num_inference_steps: int, forward: Forward, timestep_fraction: float) -> int:
-    """Return the number K of noise draws of a sample: `forward.draws`, or a fraction of the sigmas to draw from.
+    """Return the number K of noise draws of a sample: `forward.draws`, or a fraction of the available sigmas.
 
     Args:
-        num_inference_steps: N, which is also the number of sigmas to draw from; these are N - 1 for
-            `schedule_wo_first`.
+        num_inference_steps: N, also the number of available sigmas (N - 1 for `schedule_wo_first`).
         forward: `algorithm.forward`.
-        timestep_fraction: applies where `forward.draws` is not given; rounded down, but to at least 1 draw.
+        timestep_fraction: applies without `forward.draws`; rounded down, but to at least 1 draw.
 
     Raises:
-        ValueError: there is no sigma to draw from."""
+        ValueError: no sigma is available."""
     if num_inference_steps < 1:
         raise ValueError(f"num_inference_steps must be >= 1, got {num_inference_steps}")
     choices = num_inference_steps - (forward.sigmas == "schedule_wo_first")
@@ -159,12 +158,13 @@ def num_draws(num_inference_steps: int, forward: Forward, timestep_fraction: flo
 
 
 def samples_per_rank(config: Config, group_size: int | None = None) -> float:
-    """Return the work of a group on the rank that has most of it, in samples; all ranks wait for that one.
+    """Return the work, in samples, of a group on the rank that has most of it; all ranks wait for that rank.
 
-    `group_size` replaces the recipe's. ValueError for an unknown objective, or degrees that do not divide the ranks."""
+    `group_size` replaces the recipe's. Raises ValueError for an unknown objective, or degrees that do not divide the
+    ranks."""
     layout, size = ParallelLayout.of(config.trainer), group_size or config.rollout.group_size
     kind = find_kind(find_objective(config.algorithm.name).kind)
     if not kind.paired:
         return layout.slowest_share(size)
-    draws = kind.rows_per_sample(config)  # of a pair, which are dealt instead of its samples
+    draws = kind.rows_per_sample(config)  # a pair's draws are dealt instead of its samples
     return size * layout.slowest_share(draws) / draws

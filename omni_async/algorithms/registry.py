@@ -1,4 +1,4 @@
-"""Finds objectives by name: what each needs of a run, known without importing torch, and the function that computes it.
+"""Finds objectives by name: the requirements of each, without importing torch, and the function that computes it.
 
 Built-in objectives are listed here; other packages add theirs through the entry-point group
 `omni_async.objectives` (each entry point is an `Objective`).
@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from omni_async.config.algorithm import Algorithm
-from omni_async.config.load import OBJECTIVES
 from omni_async.config.schema import Config
 from omni_async.config.section import Section
-from omni_async.plugins.entry_points import find_registered, load_named, registered_names
+from omni_async.plugins.entry_points import OBJECTIVES, find_registered, load_named, registered_names
 
 AuxiliaryPolicy = Literal["reference", "old", "ema"]
 
@@ -30,19 +29,19 @@ class Objective:
     """An objective, its requirements and the function that computes it.
 
     kind: the `omni_async.algorithms.kinds.Kind` of its rows. "transition" objectives train denoising steps of a window,
-        from recorded latents and log-probs; "forward" objectives noise final latents themselves and need nothing else
-        of a sample; "preference" ones do so with a group's best and worst sample.
+        from recorded latents and log-probs. "forward" objectives add noise to final latents, and need nothing else of a
+        sample. "preference" objectives do the same with a group's best and worst sample.
     compute: `module:function`; (inputs of its kind, Algorithm) -> ObjectiveOutput. TransitionInputs for "transition",
         ForwardInputs for "forward" and "preference".
-    fields: the trajectory tensors it reads, of `TRAJECTORY_FIELDS`; its kind decides which of them engines return.
-    unit: the rows that a micro-batch must not separate: a "row", or all rows of a "sample". Pairs stay together anyway.
+    fields: the trajectory tensors it reads, from `TRAJECTORY_FIELDS`; its kind selects the tensors that engines return.
+    unit: the rows that a micro-batch must not separate: a "row", or all rows of a "sample". Pairs always stay together.
     homogeneous: whether loss(c A) = c loss(A) for c > 0 under these settings, which lets the trainer stream groups
         under a global std.
     auxiliary: the auxiliary policies whose velocities the function needs (`reference_velocity` or `ref_mean`, ...).
-    old_decay: decay of the old policy, which draws the samples where there is one: after update u (from 1) it becomes
+    old_decay: decay of the old policy, which generates the samples if it exists: after update u (from 1) it becomes
         decay(u) * itself + (1 - decay(u)) * the current policy.
-    settings: the section that `algorithm.settings` is, of an objective of another package; built-in ones have sections
-        of the schema. Every field has a `doc`.
+    settings: the section of `algorithm.settings`, for an objective of another package; built-in objectives have
+        sections of the schema. Every field has a `doc`.
     problems: combinations with the rest of the configuration that cannot work, one message each."""
 
     name: str
@@ -75,7 +74,7 @@ class Objective:
         """Load the function itself (imports torch).
 
         Raises:
-            ValueError: one line, if it cannot be imported, or is no function."""
+            ValueError: one line, if it cannot be imported, or is not callable."""
         try:
             function: Callable[[Any, Algorithm], Any] = load_named(self.compute)
         except (Exception, SystemExit) as error:  # noqa: BLE001 (another package's code)
@@ -87,9 +86,9 @@ class Objective:
 
 
 def stored_policies(objective: Objective, config: Config) -> tuple[str, ...]:
-    """Return the auxiliary policies that a trainer keeps as tensors, and a checkpoint with it; sorted.
+    """Return the auxiliary policies that trainer and checkpoints store as tensors, sorted.
 
-    Under LoRA the reference is the model without its adapters."""
+    Under LoRA the reference is not stored: it is the model without its adapters."""
     wanted = {*objective.auxiliary(config.algorithm), *(("ema",) if config.trainer.ema is not None else ())}
     return tuple(sorted(one for one in wanted if one != "reference" or config.model.lora is None))
 
@@ -150,10 +149,10 @@ def _dppo_problems(config: Config) -> Iterator[str]:
 
 
 def nft_decay(kind: Literal["none", "slow", "late"], update: int) -> float:
-    """Return d of DiffusionNFT's old policy, old <- d old + (1 - d) policy, once `update` updates are done.
+    """Return d of DiffusionNFT's old policy, old <- d old + (1 - d) policy, after `update` updates.
 
     The three published schedules (arXiv 2509.16117, decay types 0, 1, 2 of its code): `none` 0, the old policy is the
-    current one; `slow` min(.001 u, .5); `late` 0 before u = 75, then min(.0075 (u - 75), .999)."""
+    current policy; `slow` min(.001 u, .5); `late` 0 before u = 75, then min(.0075 (u - 75), .999)."""
     if update < 0:
         raise ValueError(f"update must be >= 0, got {update}")
     match kind:
@@ -255,12 +254,12 @@ BUILT_IN: tuple[Objective, ...] = (
 
 
 def objective_names() -> tuple[str, ...]:
-    """Return the names of all objectives, sorted; an entry point of another package may lead to none."""
+    """Return the names of all objectives, sorted; an entry point of another package may be broken."""
     return registered_names(OBJECTIVES, (objective.name for objective in BUILT_IN))
 
 
 def find_objective(name: str) -> Objective:
-    """Return the objective called `name`; ValueError, as from `find_registered`, names `algorithm.name`."""
+    """Return the objective called `name`. Raises ValueError like `find_registered`, naming `algorithm.name`."""
     own = {objective.name: objective for objective in BUILT_IN}
     found = find_registered(name, OBJECTIVES, Objective, "algorithm.name", own)
     if found.name != name:

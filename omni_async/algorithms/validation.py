@@ -1,4 +1,4 @@
-"""Finds what of a recipe cannot work with its objective, with reason and alternative. Imports no torch."""
+"""Finds settings of a recipe that cannot work with its objective, with reason and alternative. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omni_async.config.schema import Config
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield one message per combination that cannot work. ValueError for an unknown objective."""
+    """Yield one message per combination that cannot work. Raises ValueError for an unknown objective."""
     objective = find_objective(config.algorithm.name)
     kind = find_kind(objective.kind)
     if missing := [field for field in kind.requires if field not in objective.fields]:
@@ -90,7 +90,7 @@ def _offline(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
         yield "data.prompts: with data.preferences the prompts come from the pairs; remove it"
 
 
-# What a mode of the correction has no use for: the mode, the keys, the reason, and what to use instead.
+# Keys that a mode of the correction cannot use: the mode, the keys, the reason, and the alternative.
 _OF_MODE = (
     ("none", ("weights",), "mode none takes samples as if they were fresh", "mode: decoupled, or weights: none"),
     (

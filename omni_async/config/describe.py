@@ -38,7 +38,7 @@ def _extra(meta: msgspec.Meta, key: str) -> Any:
 def describe(annotation: Any, value: Any = None) -> str:
     """Describe the allowed values of an annotation: `float > 0 or null`, `one of 'ray', 'inprocess'`, `list of 2 int`.
 
-    Bounds that only exclude absurd values are named only if `value` may exceed them."""
+    Bounds that only exclude absurd values are named only if `value` may violate them."""
     base, metas = _strip(annotation)
     origin, args = get_origin(base), get_args(base)
     bounds = [_bound(meta, key) for meta in metas for key in _BOUNDS if _matters(meta, key, value)]

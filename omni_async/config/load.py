@@ -1,6 +1,6 @@
 """Loads a recipe: read, decode, resolve, check.
 
-Every mistake is one `ConfigError` that names the key and what it allows. A value passes four steps, once each:
+Every mistake is one `ConfigError` with the key and its allowed values. A value passes four steps, once each:
 
     read     tree.py      the file, the files it extends, overrides, absolute paths      -> plain data
     decode   load.py      the schema: keys, types, bounds                                -> `Config`
@@ -30,14 +30,13 @@ from omni_async.config.schema import Config
 from omni_async.config.section import Section
 from omni_async.config.tree import errors_of, files_of, named_paths, overridden, read_tree
 from omni_async.config.yaml_text import ConfigError, to_yaml
-from omni_async.plugins.entry_points import did_you_mean, find_registered, registered_names
+from omni_async.plugins.entry_points import OBJECTIVES, did_you_mean, find_registered, registered_names
 from omni_async.plugins.families import family_names, find_family
 from omni_async.plugins.programs import find_program
 from omni_async.plugins.services import find_service
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-OBJECTIVES = "omni_async.objectives"
 _MOVED = {
     f"rollout.{key}": f"rollout.sampling.{key}" for key in ("height", "width", "true_cfg_scale", "negative_prompt")
 }

@@ -180,7 +180,7 @@ class Checkpoint(Section, kw_only=True, frozen=True):
     checkpoint. Rounds are compared over the samples that both have scored; a round with less than 90 % of its samples
     scored does not count. 0: no best checkpoints, and none for validation."""
     resume: Plain | None = None
-    """`auto`: resume the newest unfinished run of this name that has a usable checkpoint, or start a new run, and
+    """`auto`: resume the newest run of this name that is not done and has a usable checkpoint, or start a new run, and
     report the runs passed over. A run folder: resume that run, done or not. A checkpoint folder: start a new run from
     it."""
 

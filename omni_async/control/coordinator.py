@@ -14,7 +14,7 @@ All other roles request work from it and report their results to it. It is a she
 | `next_samples`  | producer | a queued sample and                | admission (a slot freed), a score,               |
 |                 |          | a trajectory slot                  | a retry, validation                              |
 | `next_to_score` | rewarder | a generated sample                 | `samples_done`, a retried score, its pause's end |
-| `closing`       | rewarder | the end of the run                 | its end, in whatever way                         |
+| `closing`       | rewarder | the end of the run                 | its end, for any reason                          |
 | `next_groups`   | trainer  | the group that may be trained next | the group's last score                           |
 | `addresses`     | anyone   | a service's worker to be ready     | `service_ready`, the end of the run              |
 | `events`        | driver   | anything that happened             | any of the above                                 |
@@ -35,16 +35,17 @@ from omni_async.aio.backoff import Backoff, Later
 from omni_async.aio.waiting import Event, FairQueue
 from omni_async.config import Config
 from omni_async.config.redact import redact_text
+from omni_async.control.addresses import Addresses
 from omni_async.control.control_state import ControlState
 from omni_async.control.ending import Ending
-from omni_async.control.events import Bulletin
+from omni_async.control.events import EventLog, RunEvent
 from omni_async.control.group_table import Group, GroupTable, TooStale
 from omni_async.control.ledger import Ledger
 from omni_async.control.reasons import count
 from omni_async.control.reporting import Record, buffer_statistics, control_state, round_event, update_event
 from omni_async.control.requests import GroupSource, RequestFactory, require_trained_steps
-from omni_async.control.reward_formula import NoReward, RewardFormula
-from omni_async.control.sample_table import Outcome, Sample, SampleTable
+from omni_async.control.reward_formula import RewardFormula
+from omni_async.control.sample_table import Complete, EndRun, Failure, Pause, Sample, SampleTable
 from omni_async.control.scorer_totals import ScorerTotals
 from omni_async.control.validation import Validation, ValidationRound
 from omni_async.control.versions import Versions, WeightMismatch
@@ -57,13 +58,14 @@ from omni_async.types import (
     ScoreJob,
     ScoreResult,
     ScorerReport,
+    Span,
     Terminal,
     UpdateReport,
     WeightReport,
 )
 
 
-class Coordinator(Bulletin):
+class Coordinator:
     def __init__(
         self,
         config: Config,
@@ -81,7 +83,6 @@ class Coordinator(Bulletin):
             start: The state that an earlier attempt of the run reached, if any.
             ledger_sync: Makes the lines given to `ledger_sink` survive a crash of the machine.
             has_scored: The current scorers have scored samples of this run, so the run waits for a failing scorer."""
-        super().__init__(config)
         start = start or ControlState()
         self._ledger_sync = ledger_sync
         self._config = config
@@ -105,6 +106,10 @@ class Coordinator(Bulletin):
         self._rewarders = FairQueue(lambda: self._closed or self._samples.may_score)
         self._ready = Event()
         self._weights = Event()
+        self._changed = Event()  # an address, or `_closed`
+        self._closed = False  # the run is over or closing
+        self._log = EventLog()
+        self._addresses = Addresses(config.services)
         self._ending = Ending(self._groups, self._samples, self._log, ledger_sync)
 
     def _settle(self) -> None:
@@ -140,7 +145,7 @@ class Coordinator(Bulletin):
                 require_trained_steps(sample.request, result)
                 self.versions.require_made(result)
             except (ValueError, WeightMismatch) as error:
-                self._carry_out(self._samples.generation_failed(sample, str(error)))
+                self._generate_again(sample, str(error))
                 self._settle()
                 raise
             problem = self._samples.generated(sample, result)
@@ -160,20 +165,38 @@ class Coordinator(Bulletin):
             error: the cause, for the ledger."""
         sample = self._samples.answered(engine, sample_id)
         if sample is not None:
-            self._carry_out(self._samples.generation_failed(sample, error))
+            self._generate_again(sample, error)
         self._settle()
+
+    def _generate_again(self, sample: Sample, error: str) -> None:
+        if (failure := self._samples.generation_failed(sample, error)) is not None:
+            self._end_owner(failure)
 
     # ---- reward workers ----------------------------------------------------------------------------------------------
 
     async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
         """Return up to `limit` generated samples; an empty list if the run is over or this worker has left."""
-        self._samples.blame.asks(worker)
+        self._samples.faults.end_outage(worker)
         return await self._rewarders.take(lambda: [] if self._closed else self._samples.jobs(worker, limit), worker)
 
     async def scored(self, worker: str, results: list[ScoreResult]) -> None:
         """Record scores and failures."""
-        for outcome in self._samples.scored(worker, results):
-            self._carry_out(outcome)
+        for result in results:
+            match self._samples.scored(worker, result):
+                case None:
+                    continue
+                case Complete(Group() as group):
+                    self._complete(group)
+                case Complete(ValidationRound() as round_):
+                    self._end_round(round_)
+                case Pause(sample):
+                    seconds = self._backoff.pause_s(sample.score_failures)
+                    self._pauses.call(sample.request.sample_id, seconds, partial(self._resume, sample))
+                case Failure() as failure:
+                    self._end_owner(failure)
+                case EndRun(reason):
+                    self._close("failed", reason)
+                    break
         self._settle()
 
     async def report_scorers(self, worker: str, reports: list[ScorerReport]) -> None:
@@ -185,7 +208,7 @@ class Coordinator(Bulletin):
 
         Returns whether that ends the run. It does not if samples were scored before: then the scorers have lost
         something that they need, and may recover."""
-        if self._samples.blame.has_scored:
+        if self._samples.faults.has_scored:
             return False
         self._close("failed", reason)
         return True
@@ -195,38 +218,23 @@ class Coordinator(Bulletin):
         self._samples.resume(sample)
         self._rewarders.notify()
 
-    def _carry_out(self, outcome: Outcome | None) -> None:
-        """Carry out an outcome of the sample table."""
-        if outcome is None:
-            return
-        owner = outcome.sample.owner
-        if outcome.event == "end run":
-            self._close("failed", outcome.reason)
-        elif outcome.event == "pause":
-            seconds = self._backoff.pause_s(outcome.sample.score_failures)
-            self._pauses.call(outcome.sample.request.sample_id, seconds, partial(self._resume, outcome.sample))
+    def _end_owner(self, failure: Failure) -> None:
+        """End the group of a failed sample, or leave the sample out of its validation round."""
+        owner = failure.sample.owner
+        if isinstance(owner, Group):
+            self._end_group(owner, failure.event, failure.reason)
         elif isinstance(owner, ValidationRound):
-            if outcome.event != "complete":
-                owner.leave_out(outcome.sample, outcome.reason)
-            self._end_round(owner)  # ends only after its last sample, scored or not
-        elif isinstance(owner, Group):
-            if outcome.event != "complete":
-                self._end_group(owner, outcome.event, outcome.reason)
-            else:
-                self._complete(owner)
+            owner.leave_out(failure.sample, failure.reason)
+            self._end_round(owner)
 
     def _complete(self, group: Group) -> None:
         """Hand a fully scored group to the trainer, or reject it if it has nothing to teach."""
-        try:
-            group.level(self._formula)
-        except NoReward as error:
-            self._end_group(group, "rejected", str(error))
-            return
-        if group.is_worth_training(self._config.algorithm.advantage):
+        reason = group.reason_to_reject(self._formula, self._config.algorithm.advantage)
+        if reason is None:
             self._groups.complete(group)
             self._ready.notify()
         else:
-            self._end_group(group, "rejected", "zero reward variance")
+            self._end_group(group, "rejected", reason)
 
     def _end_group(self, group: Group, event: Terminal, reason: str) -> None:
         """Reject or drop a group; its slot admits a replacement."""
@@ -380,7 +388,7 @@ class Coordinator(Bulletin):
     # ---- membership --------------------------------------------------------------------------------------------------
 
     async def engine_joins(self, engine: str) -> None:
-        """Add an engine. It gets work once it holds weights no older than those of all others."""
+        """Add an engine. It gets work once its weights are no older than the weights of all others."""
         self.versions.join(engine)
         self._samples.engines.add(engine)
 
@@ -395,7 +403,7 @@ class Coordinator(Bulletin):
         self._weights.notify()
         await self.engine_leaves(engine)
         leases = self._samples.leases_of(engine)
-        # First: a round that ends with the engine's samples must not be the last one if another is due.
+        # First, because a round that ends with the engine's samples must not end the run if another round is due.
         self._held_may_differ(before)
         for sample_id in leases:
             await self.sample_failed(engine, sample_id, f"{engine} was lost: {reason}")
@@ -418,8 +426,8 @@ class Coordinator(Bulletin):
     async def scorer_lost(self, worker: str) -> None:
         """Remove a reward worker that is lost or abandoned; other workers score the samples it had taken."""
         await self.scorer_leaves(worker)
-        for outcome in self._samples.worker_lost(worker):
-            self._carry_out(outcome)
+        for failure in self._samples.worker_lost(worker):
+            self._end_owner(failure)
         self._settle()
 
     async def scorer_leaves(self, worker: str) -> None:
@@ -428,7 +436,44 @@ class Coordinator(Bulletin):
         self._rewarders.evict(worker)
         self._scorers.forget(worker)
 
+    # ---- services and events -----------------------------------------------------------------------------------------
+
+    async def service_ready(self, worker: str, address: str) -> None:
+        """Publish the address of a service's ready worker."""
+        self._addresses.ready[worker] = address
+        self._changed.notify()
+        await self.phase(f"{worker}: ready" + (f" at {address}" if address else ""))
+
+    async def service_lost(self, worker: str) -> None:
+        """Remove the address of a service's worker that is lost or leaves."""
+        self._addresses.ready.pop(worker, None)
+
+    async def addresses(self, role: str) -> dict[str, str]:
+        """Wait for a ready worker of a service; return the addresses of all its ready workers, by name.
+
+        Returns an empty dict if the run ends first. Raises ValueError for a role that the recipe does not name."""
+        while not (found := self._addresses.of(role)) and not self._closed:
+            await self._changed.wait()
+        return found
+
+    async def events(self) -> list[RunEvent]:
+        """Return the events since the last call, at least one."""
+        return await self._log.take()
+
+    async def report_spans(self, spans: list[Span]) -> None:
+        """Pass spans of time to the driver."""
+        self._log.add("spans", {"spans": spans})
+
+    async def phase(self, text: str) -> None:
+        """Pass a message for the user to the driver; credentials are masked."""
+        self._log.add("phase", {"text": redact_text(text)})
+
     # ---- the end -----------------------------------------------------------------------------------------------------
+
+    async def closing(self) -> None:
+        """Wait until workers get no more work; for workers that wait for something other than work."""
+        while not self._closed:
+            await self._changed.wait()
 
     def _finish_if_complete(self) -> None:
         if self.versions.held == self.versions.trained == self._config.trainer.updates and not self._validation.rounds:
@@ -489,5 +534,5 @@ class Coordinator(Bulletin):
             "drop_reasons": count(self.ledger.drop_reasons),
             "engines": dict(self.versions.engines),
             "scorers": self._scorers.now(),
-            "addresses": {name: redact_text(address) for name, address in self._addresses.items()},
+            "addresses": {name: redact_text(address) for name, address in self._addresses.ready.items()},
         }

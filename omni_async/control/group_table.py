@@ -46,7 +46,7 @@ from omni_async.config.algorithm import Advantage
 from omni_async.config.redact import redact_text
 from omni_async.control.control_state import Unfinished
 from omni_async.control.ledger import Ledger
-from omni_async.control.reward_formula import RewardFormula
+from omni_async.control.reward_formula import NoReward, RewardFormula
 from omni_async.control.sample_table import Sample, SampleSet
 from omni_async.types import (
     SHOWN_OF_PROMPT,
@@ -142,22 +142,26 @@ class Group(SampleSet):
             result = SampleResult(one.sample_id, "checkpoint", *where, first, versions, 0.0, 0.0, one.nbytes)
             yield sample, result, one.score
 
-    def level(self, formula: RewardFormula) -> None:
-        """Leave a scorer that failed for one sample out of all samples. Raises NoReward."""
-        scores, self.left_out = formula.level(self.prompt, self.scores)
-        if self.left_out:
-            for sample, score in zip(self.samples, scores, strict=True):
-                sample.score = score
-
     @property
     def scores(self) -> list[Score]:
         return [s.score for s in self.samples if s.score is not None]
 
-    def is_worth_training(self, advantage: Advantage) -> bool:
-        """Return whether the complete group goes to the trainer; otherwise it has nothing to teach and is rejected."""
+    def reason_to_reject(self, formula: RewardFormula, advantage: Advantage) -> str | None:
+        """Return why the fully scored group has nothing to teach; None if it goes to the trainer.
+
+        A scorer that failed for one sample is left out of all samples."""
+        try:
+            scores, self.left_out = formula.level(self.prompt, self.scores)
+        except NoReward as error:
+            return str(error)
+        if self.left_out:
+            for sample, score in zip(self.samples, scores, strict=True):
+                sample.score = score
         # Compared with earlier rewards of its prompt, even a group of equal rewards has a signal.
         may_reject = advantage.drop_zero_variance and not advantage.track_prompts
-        return not may_reject or has_signal(self.scores, each_scorer=advantage.aggregate != "rewards")
+        if may_reject and not has_signal(scores, each_scorer=advantage.aggregate != "rewards"):
+            return "zero reward variance"
+        return None
 
     @property
     def step_versions(self) -> tuple[int, int] | None:
@@ -207,7 +211,30 @@ class Group(SampleSet):
 
 
 class GroupTable:
-    """The table of live groups, by number, in the order of their admission."""
+    """The table of live groups, by number, in the order of their admission.
+
+    An example with S = 1 and P = 1, hence two slots. `held()` counts the slots and places that groups hold, and
+    `report` is the trainer's report of the first update:
+
+    >>> table.admit(first); table.admit(second); held()     # each takes a slot and a place
+    (2, 2)
+    >>> table.may_admit
+    False
+    >>> table.complete(first); held()                       # all its samples are scored: it may be taken
+    (2, 2)
+    >>> table.take(version=0, needed=1).group; held()       # frees the place
+    0
+    (2, 1)
+    >>> print(table.take(version=1, needed=1))              # the second group is not complete
+    None
+    >>> table.trained(report) == [(first, ready)]; held()   # a line in the ledger; the slot waits for the publish
+    True
+    (2, 1)
+    >>> table.publish(1); held()                            # every engine holds version 1: frees the slot
+    (1, 1)
+    >>> table.may_admit
+    True
+    """
 
     def __init__(self, config: Config, run_id: str, ledger: Ledger, start_version: int) -> None:
         self._run_id = run_id

@@ -6,7 +6,7 @@ Rounds with the same digest `drawn` have these in common, at the same positions 
 
 Such comparisons can be cyclic: A beats B, B beats C and C beats A, each over other samples. `ranked` therefore takes
 the rounds in the order of their versions, and puts each above the highest round that it equals or beats. A later round
-never changes the order of earlier ones, so the best round remains the best until a later round beats it.
+never changes the order of earlier rounds, so the best round remains the best until a later round beats it.
 
 A round that was recorded before samples were counted has no `scores`; `scored` and `asked` may be missing, too. Missing
 fields are unknown. Its recorded mean is compared, unless the numbers of scored samples are known and differ.

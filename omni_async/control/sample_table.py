@@ -1,7 +1,7 @@
 """Owns every live sample: its state, and the events that it accepts.
 
-Pure bookkeeping: waits for nothing, holds no timer and calls nobody; methods return the coordinator's next actions
-(`Outcome`).
+Pure bookkeeping: waits for nothing, holds no timer and calls nobody. A method returns an `Outcome` if the coordinator
+has to act on what happened.
 
          lease          generate           take            score
   QUEUED ------> LEASED --------> GENERATED ----> SCORING --------> SCORED
@@ -17,12 +17,12 @@ them, their group ends.
 
 | state     | trajectory slot | bytes    | is with                                                                  |
 |-----------|-----------------|----------|--------------------------------------------------------------------------|
-| QUEUED    |                 | expected | nobody: it waits for an engine, the oldest group's sample first          |
+| QUEUED    |                 | expected | no worker: it waits for an engine, the oldest group's sample first       |
 | LEASED    | held            | expected | `engine`                                                                 |
-| ABANDONED | held            | expected | `engine`, whose answer is of no use                                      |
-| GENERATED | held            | its own  | nobody: it waits for a reward worker                                     |
+| ABANDONED | held            | expected | `engine`, whose answer will be ignored                                   |
+| GENERATED | held            | its own  | no worker: it waits for a reward worker                                  |
 | SCORING   | held            | its own  | `workers`, one or several; the first score counts                        |
-| PAUSED    | held            | its own  | nobody: it waits for the end of a pause                                  |
+| PAUSED    | held            | its own  | no worker: it waits for the end of a pause                               |
 | SCORED    |                 | its own  | its group or round                                                       |
 | FAILED    |                 |          | its round                                                                |
 
@@ -38,17 +38,17 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import IntEnum
 from itertools import chain, islice
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from omni_async.config import Config
-from omni_async.control.blame import Blame
 from omni_async.control.held_bytes import HeldBytes
-from omni_async.types import SampleKind, SampleRequest, SampleResult, Score, ScoreJob, ScoreResult
+from omni_async.control.scorer_faults import ScorerFaults
+from omni_async.types import SampleKind, SampleRequest, SampleResult, Score, ScoreJob, ScoreResult, Terminal
 
 SampleState = IntEnum("SampleState", "QUEUED LEASED ABANDONED GENERATED SCORING PAUSED SCORED FAILED GONE")
 SampleEvent = IntEnum(
@@ -174,15 +174,33 @@ class Sample:
         return ScoreJob(request.sample_id, *made, alone, request.group, request.sample)
 
 
-class Outcome(NamedTuple):
-    """A consequence of a sample's event that the coordinator carries out.
+class Complete(NamedTuple):
+    """A group or round whose last sample is scored."""
 
-    The sample's score completes its group or round ("complete"), or the sample is scored again after a pause ("pause"),
-    or it has failed and its group is rejected or dropped, or the run must end."""
+    owner: SampleSet
+
+
+class Pause(NamedTuple):
+    """A sample that is scored again after a pause."""
 
     sample: Sample
-    event: Literal["complete", "pause", "rejected", "dropped", "end run"]
-    reason: str = ""
+
+
+class Failure(NamedTuple):
+    """A sample that will have no score. Its group ends with `event`, its round continues without it."""
+
+    sample: Sample
+    event: Terminal
+    reason: str
+
+
+class EndRun(NamedTuple):
+    """The end of the run: a scorer fails for every sample."""
+
+    reason: str
+
+
+Outcome = Complete | Pause | Failure | EndRun
 
 
 class SampleTable:
@@ -201,7 +219,7 @@ class SampleTable:
         self.lost_workers: set[str] = set()
         self.images = images
         self.drawn = self.encoded = self.cached = 0
-        self.blame = Blame(config, has_scored)
+        self.faults = ScorerFaults(config, has_scored)
         # Indexes and counts over `samples`. `_take` skips samples that have left QUEUED meanwhile.
         self._slots = 0
         self._num_queued: dict[SampleKind, int] = {"train": 0, "validation": 0}
@@ -356,14 +374,14 @@ class SampleTable:
         self.drawn = self.encoded = self.cached = 0
         self.bytes.begin_update()
 
-    def generation_failed(self, sample: Sample, error: str) -> Outcome | None:
+    def generation_failed(self, sample: Sample, error: str) -> Failure | None:
         """Queue the sample for another generation from the same seed; after `rollout.retries` it fails."""
         sample.failures += 1
         if sample.failures <= self._config.rollout.retries:
             self.make_again(sample)
             return None
         self._move(sample, FAIL)
-        return Outcome(sample, "dropped", f"generation failed {sample.failures} times: {error}")
+        return Failure(sample, "dropped", f"generation failed {sample.failures} times: {error}")
 
     def leases_of(self, engine: str) -> list[str]:
         """Return the ids of the samples that the engine has not answered."""
@@ -405,40 +423,35 @@ class SampleTable:
         self._move(sample, TAKE)
         sample.workers += (worker,)
 
-    def scored(self, worker: str, results: Iterable[ScoreResult]) -> Iterator[Outcome]:
-        """Yield the consequences of a worker's answers one by one, because each may end the next answer's sample."""
-        for result in results:
-            sample = self.samples.get(result.sample_id)
-            if sample is None or worker not in sample.workers or result.attempt != sample.request.attempt:
-                continue  # a duplicate, or the group has ended or the sample was lost meanwhile
-            if (result.wrong or result.fault == "reject") and self.blame.is_wrong(sample.request):
-                reason = f"nothing could be scored so far, and the error stays the same: {result.error}"
-                yield Outcome(sample, "end run", reason)
-                return
-            outcome = self._answer(sample, worker, result)
-            if outcome is not None:
-                yield outcome
+    def scored(self, worker: str, result: ScoreResult) -> Outcome | None:
+        """Record a worker's answer. Return what follows from it for the group, the round or the run, if anything."""
+        sample = self.samples.get(result.sample_id)
+        if sample is None or worker not in sample.workers or result.attempt != sample.request.attempt:
+            return None  # a duplicate, or the group has ended or the sample was lost meanwhile
+        if result.score is None:
+            return self._not_scored(sample, worker, result)
+        self.faults.record_score(worker)
+        self.cached += result.cached
+        sample.score = result.score
+        self._move(sample, SCORE)
+        return None if sample.owner.num_missing else Complete(sample.owner)
 
-    def _answer(self, sample: Sample, worker: str, result: ScoreResult) -> Outcome | None:
+    def _not_scored(self, sample: Sample, worker: str, result: ScoreResult) -> Outcome | None:
         error = result.error or "no score"
-        if result.score is not None:
-            self.blame.scores(worker)
-            self.cached += result.cached
-            sample.score = result.score
-            self._move(sample, SCORE)
-            return None if sample.owner.num_missing else Outcome(sample, "complete")
+        if (result.wrong or result.fault == "reject") and self.faults.record_permanent_failure(sample.request):
+            return EndRun(f"nothing could be scored so far, and the error stays the same: {result.error}")
         if result.fault == "replace":
             return self.generation_failed(sample, error)
         if result.fault == "outage":
             self._give_back(sample, worker, POSTPONE)
-            return self._suspect(sample, error) if self.blame.goes_down(worker, sample) else None
+            return self._suspect(sample, error) if self.faults.record_outage(worker, sample) else None
         sample.score_failures += 1
         if result.fault == "retry" and sample.score_failures <= self._config.reward.retries:
             self._give_back(sample, worker, PAUSE)
-            return Outcome(sample, "pause") if sample.state is PAUSED else None
+            return Pause(sample) if sample.state is PAUSED else None
         self._move(sample, FAIL)
         tries = "" if result.fault == "reject" else f"reward failed {sample.score_failures} times: "
-        return Outcome(sample, "rejected", tries + error)
+        return Failure(sample, "rejected", tries + error)
 
     def _give_back(self, sample: Sample, worker: str, event: SampleEvent) -> None:
         """Take the sample from a worker that has no score for it; apply `event` if no other worker has the sample."""
@@ -451,24 +464,24 @@ class SampleTable:
         if sample.state is PAUSED:
             self._move(sample, RESUME)
 
-    def _suspect(self, sample: Sample, error: str) -> Outcome | None:
+    def _suspect(self, sample: Sample, error: str) -> Failure | None:
         """Count that a worker or scorer went down while it had the sample; a few times may be chance."""
         sample.suspected += 1
         if sample.suspected <= self._config.reward.retries:
             return None
         self._move(sample, FAIL)
-        return Outcome(sample, "rejected", f"its scoring was cut off {sample.suspected} times: {error}")
+        return Failure(sample, "rejected", f"its scoring was cut off {sample.suspected} times: {error}")
 
-    def worker_lost(self, worker: str) -> Iterator[Outcome]:
-        """Queue a lost worker's samples before all others. Yield the consequences one by one."""
+    def worker_lost(self, worker: str) -> Iterator[Failure]:
+        """Queue a lost worker's samples before all others. Yield failures one by one: each may end the next sample."""
         self.lost_workers.add(worker)
-        self.blame.asks(worker)
+        self.faults.end_outage(worker)
         taken = [sample for sample in self.samples.values() if worker in sample.workers]
         for sample in reversed(taken):
             self._give_back(sample, worker, RETURN)
         for sample in taken:
-            if sample.state is not GONE and (outcome := self._suspect(sample, f"{worker} was lost")) is not None:
-                yield outcome
+            if sample.state is not GONE and (failure := self._suspect(sample, f"{worker} was lost")) is not None:
+                yield failure
 
     def statistics(self) -> dict[str, int]:
         """Return the slots of the trajectory buffer, and the number of samples that wait for a score."""

@@ -1,1 +1,1 @@
-"""Defines a diffusion policy: its model family's Protocol, a checkpoint's components, and the maths of its SDE."""
+"""Defines a diffusion policy: the model family's Protocol, a checkpoint's components, and the maths of the SDE."""

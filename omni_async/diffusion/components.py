@@ -1,7 +1,7 @@
-"""Makes rows of samples: their conditioning, and velocities by different components of a policy.
+"""Computes rows of samples: their stacked conditioning, and velocities by different components of a policy.
 
-Conditioning is stacked by a rule for every key, which the family states. A policy has trained components
-(`transformer`, `transformer_2`, ...), and each row of a batch needs one of them, by its sigma: rows are computed
+Conditioning is stacked by a rule for every key, which the family defines. A policy has trained components
+(`transformer`, `transformer_2`, ...). Each row of a batch needs one component, by its sigma. Rows are computed
 component by component, in the policy's order.
 """
 
@@ -18,7 +18,7 @@ from omni_async.diffusion.policy import Policy
 
 
 def named_parameters(components: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every parameter as `component.name`, as weights are called wherever they travel or are stored."""
+    """Yield every parameter as `component.name`, its name in messages and files."""
     for component, module in components.items():
         for name, parameter in module.named_parameters():
             yield f"{component}.{name}", parameter
@@ -36,14 +36,15 @@ def compute_velocity(
     calls: Sequence[str] | None = None,
     unconditional_gradient: bool = True,
 ) -> Tensor:
-    """Compute the policy's velocity, float32, of rows (B, ...) of which row i needs the component `needs[i]`.
+    """Compute the policy's velocity, float32, of rows (B, ...); row i needs the component `needs[i]`.
 
     Args:
-        policy, components, latents, sigma, conditioning, spec, unconditional_gradient: as `Policy.velocity` takes them.
+        policy, components, latents, sigma, conditioning, spec, unconditional_gradient: as in `Policy.velocity`.
         needs: the component of each row.
-        calls: the components to call, those without a row of theirs, too, in the policy's order: under FSDP2 all ranks
-            must call the same ones. Such a call adds nothing to the velocity and zeros to the gradient. Rows that need
-            none of `calls` (padding) are computed by the first of them, near its own sigma. Default: those needed."""
+        calls: the components to call, in the policy's order, including components without a row: under FSDP2 all ranks
+            must call the same components. Such a call adds nothing to the velocity and zeros to the gradient. Rows that
+            need none of `calls` (padding) are computed by a called component, at a sigma of that component. Default:
+            the needed components."""
     calls = [name for name in policy.components if name in set(needs)] if calls is None else calls
 
     def velocity(name: str, rows: Any, at: Tensor) -> Tensor:
@@ -70,7 +71,7 @@ def compute_velocity(
 
 
 def _sigma_of(policy: Policy, component: str) -> float:
-    """Return some sigma whose rows need the component."""
+    """Return a sigma at which rows need the component."""
     for step in range(1001):
         if policy.component_of(1 - step / 1000) == component:
             return 1 - step / 1000
@@ -83,11 +84,11 @@ Rule = Literal["same", "pad", "jagged"]
 
 
 def stack_rows(rows: Sequence[TensorDict], rules: Mapping[str, Rule]) -> TensorDict:
-    """Stack conditioning of batch size [] to one of batch size [B]. The rules:
+    """Stack conditioning of batch size [] into a TensorDict of batch size [B]. The rules:
 
     same    tensors of one shape
     pad     tensors (L, ...) of different lengths L, padded at the end with zeros (False)
-    jagged  tensors (L, ...) of different lengths that stay as they are: `stacked.get(key, as_list=True)` lists them
+    jagged  tensors (L, ...) of different lengths, unchanged: `stacked.get(key, as_list=True)` lists them
 
     Raises ValueError for a key without a rule."""
     keys = {str(key) for row in rows for key in row.keys()}  # noqa: SIM118 - a TensorDict iterates over its rows

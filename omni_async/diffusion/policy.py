@@ -1,10 +1,10 @@
-"""Defines the policy contract.
+"""Defines the policy contract: the description of a model family that the trainer and every engine share.
 
-The one description of a model family that the trainer and every engine share, so the two cannot drift.
+Sharing it prevents differences between trainer and engines.
 
-A family is a small class in `pipelines/omni_async_pipelines/<family>/policy.py`. It knows conditioning, latent shape
-and velocity; everything else (SDE step, log-prob, windows, batching, weight motion) is model-agnostic and lives
-elsewhere. What is known of a family without torch is in `omni_async.plugins.families`.
+A family is a small class in `pipelines/omni_async_pipelines/<family>/policy.py`. It defines conditioning, latent shape
+and velocity; everything else (SDE step, log-prob, windows, batching, transport of weights) is model-agnostic and is
+elsewhere. `omni_async.plugins.families` describes a family without torch.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def load_policy(family: PipelineFamily, path: str) -> Policy:
 
 @dataclass(frozen=True)
 class OwnExchange:
-    """Where a denoiser that diffusers has no context-parallel plan of (`_cp_plan`) is cut, by names of its modules.
+    """The cuts, by module names, of a denoiser without a context-parallel plan in diffusers (`_cp_plan`).
 
-    layers: the list of repeated layers, in which every attention is plain self-attention without a mask.
-    tokens: the arguments of a layer that are tokens, (B, L, C); of the first they are split.
+    layers: the list of repeated layers, whose attentions are all plain self-attention without a mask.
+    tokens: the arguments of a layer that are tokens, (B, L, C); they are split before the first layer.
     output: the module after the layers whose output, (B, L, C), is gathered."""
 
     layers: str
@@ -44,11 +44,11 @@ class OwnExchange:
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """What ranks that share the tokens of a row (`trainer.sequence_parallel`) must know of a family's denoisers.
+    """Properties of a family's denoisers for ranks that share the tokens of a row (`trainer.sequence_parallel`).
 
     masked_text: inputs of the denoiser with text tokens, (B, L, C), whose L the number of ranks must divide, each with
     the input that masks it, (B, L) bool or None. Texts are padded at the end, which must move no position.
-    exchange: None where diffusers has a plan for the denoiser."""
+    exchange: None if diffusers has a plan for the denoiser."""
 
     masked_text: Mapping[str, str] = field(default_factory=dict)
     exchange: OwnExchange | None = None
@@ -57,29 +57,29 @@ class SequencePlan:
 class Policy(Protocol):
     """A model family's functions for one checkpoint.
 
-    Latents are (B, *shape) of B samples, whatever the shape; `spec` is one of the family's `SamplingSpec`s.
-    Conditioning is a TensorDict of batch size [B] with the keys the family's `encode` produced.
+    Latents are (B, *shape) of B samples, with any shape; `spec` is one of the family's `SamplingSpec`s. Conditioning is
+    a TensorDict of batch size [B] with the keys of the family's `encode`.
 
-    components: names of the checkpoint's trained denoisers, each that of its folder: `transformer`, `transformer_2`.
-    sequence_plan: how ranks share the tokens of a row; None if they cannot."""
+    components: folder names of the checkpoint's trained denoisers, such as `transformer`, `transformer_2`.
+    sequence_plan: the plan for ranks that share the tokens of a row; None if this is not supported."""
 
     path: str
     components: tuple[str, ...]
     sequence_plan: SequencePlan | None
 
     def load_components(self, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
-        """Load the denoisers alone, by component, on CPU, in eval mode (no dropout), weights in `dtype`."""
+        """Load only the denoisers, by component, on CPU, in eval mode (no dropout), weights in `dtype`."""
 
     def component_of(self, sigma: float) -> str:
         """Return the component that computes the velocity at `sigma` in [0, 1]."""
 
     def latent_shape(self, spec: Any) -> tuple[int, ...]:
-        """Return the shape of one sample's latents as the denoiser takes them.
+        """Return the shape of one sample's latents in the denoiser's input.
 
-        ValueError if the checkpoint's model makes no such sample."""
+        Raises ValueError if the checkpoint's model cannot generate such a sample."""
 
     def sigmas(self, num_inference_steps: int, spec: Any) -> torch.Tensor:
-        """Return the very numbers of the family's scheduler: float32 (N + 1,), decreasing, last value 0."""
+        """Return exactly the numbers of the family's scheduler: float32 (N + 1,), decreasing, last value 0."""
 
     def velocity(
         self,
@@ -96,42 +96,42 @@ class Policy(Protocol):
         Args:
             components: the denoisers by component, diffusers' or an engine's own.
             latents: x_sigma, float32 (B, *shape).
-            sigma: float32 (B,), of rows that one component takes.
+            sigma: float32 (B,), of rows that all need the same component.
             conditioning: stacked, of batch size [B].
             spec: the samples'.
             unconditional_gradient: whether a gradient flows through guidance's unconditional branch.
 
         Raises:
-            ValueError: the samples are guided, and the conditioning has no unconditional branch."""
+            ValueError: the samples are guided, but the conditioning has no unconditional branch."""
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
-        """Stack per-sample conditioning (batch size []) to one of batch size [B].
+        """Stack per-sample conditioning (batch size []) into a TensorDict of batch size [B].
 
-        `omni_async.diffusion.components.stack_rows` with the family's rule for every key."""
+        It calls `omni_async.diffusion.components.stack_rows` with the family's rule for every key."""
 
     def blank_conditioning(self, spec: Any) -> TensorDict:
-        """Make conditioning of one sample, batch size [], with the shapes of a short prompt and nothing in it.
+        """Return conditioning of one sample, batch size [], with the shapes of a short prompt and blank values.
 
-        With the unconditional branch if the spec is guided. For engines that emulate a model they did not load."""
+        It has the unconditional branch if the spec is guided. For engines that emulate a model without loading it."""
 
     def load_codec(self, dtype: torch.dtype) -> Codec:
-        """Load text encoder and VAE: needed where samples are made, never by the trainer."""
+        """Load text encoder and VAE, which engines need and the trainer never does."""
 
 
 @runtime_checkable
 class BuildsEmpty(Protocol):
     """A policy that also builds its components without their weights.
 
-    The ranks of a trainer then read their shards of the checkpoint's files, and none holds a whole model. Optional: one
-    without it is loaded whole on every rank."""
+    The ranks of a trainer then read their shards from the checkpoint's files, and none holds a whole model. Optional: a
+    policy without this method is loaded whole on every rank."""
 
     path: str
 
     def build_components(self, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
-        """Build the denoisers as `load_components` returns them, parameters on the meta device in `dtype`.
+        """Build the denoisers as in `load_components`, with parameters on the meta device in `dtype`.
 
-        Persistent buffers may be there, too, if that is easier; other buffers and tensors have their values. The files
-        of each are in the folder of its name, and call weights as the module does."""
+        Persistent buffers may be on the meta device, too; other buffers and tensors have their values. The files of
+        each denoiser are in the folder of its name, and use the module's names of weights."""
 
 
 @runtime_checkable
@@ -139,54 +139,54 @@ class Foreseeable(Protocol):
     """A policy whose memory can be estimated from configuration files, without weights and prompts. Optional."""
 
     def long_conditioning(self, spec: Any, tokens: int) -> TensorDict:
-        """Make conditioning of one sample, batch size [], of a text of `tokens` tokens and all images that it may have.
+        """Return conditioning of one sample, batch size [], for a text of `tokens` tokens and the most images allowed.
 
-        As `blank_conditioning`, whose texts are short. Texts of fixed length stay as they are."""
+        Otherwise it is like `blank_conditioning`, whose texts are short. Texts of fixed length keep their length."""
 
     def build_codec(self, dtype: torch.dtype, engine: str) -> ForeseeableCodec:
         """Build the codec of `load_codec` as the engine `engine` holds it, with its tensors on the meta device.
 
-        It decodes and does not encode: it has no tokenizers."""
+        It decodes but does not encode, because it has no tokenizers."""
 
 
 @runtime_checkable
 class ReadsLess(Protocol):
-    """A codec whose conditioning does not depend on all of a spec. Optional.
+    """A codec whose conditioning does not depend on the whole spec. Optional.
 
-    Samples of one prompt whose specs have the same key then share it: those of other sizes, say."""
+    Samples of the same prompt whose specs have the same key then share it, for example samples of different sizes."""
 
     def conditioning_key(self, spec: Any) -> Hashable:
-        """Return what of the spec `encode` reads, besides whether it is guided."""
+        """Return the part of the spec that `encode` reads, in addition to whether it is guided."""
 
 
 @runtime_checkable
 class HasEncoders(Protocol):
-    """A codec with models that only `encode` uses, frozen, which an engine may keep in host memory. Optional."""
+    """A codec with frozen models that only `encode` uses, which an engine may keep in host memory. Optional."""
 
     encoders: Sequence[torch.nn.Module]
 
 
 @runtime_checkable
 class RoundsTime(Protocol):
-    """A policy whose denoisers embed the time in the dtype that it comes in, which has to be their own. Optional.
+    """A policy whose denoisers embed the time in its input dtype, which must be their own dtype. Optional.
 
-    A trainer's weights have another dtype between forward passes than in them, so it casts the time by itself."""
+    A trainer's weights have different dtypes inside and outside forward passes, so the trainer casts the time."""
 
     rounds_time: bool
 
 
 @runtime_checkable
 class HasModalities(Protocol):
-    """A policy whose latents are of several media, one after the other along their first axis.
+    """A policy whose latents consist of several media, one after the other along their first axis.
 
-    Engines then return log-probabilities of each besides those of the whole, and the trainer reports both. Optional."""
+    Engines then return log-probabilities of each medium and of the whole, and the trainer reports both. Optional."""
 
     def modalities(self, spec: Any) -> dict[str, slice]:
-        """Return where each medium lies in the first axis of a sample's latents; names and their order are fixed."""
+        """Return each medium's slice of the first axis of a sample's latents; names and their order are fixed."""
 
 
 def modalities_of(policy: Policy, spec: Any) -> dict[str, slice]:
-    """Return the policy's modalities, none where its latents are of one medium."""
+    """Return the policy's modalities; empty for latents of a single medium."""
     return policy.modalities(spec) if isinstance(policy, HasModalities) else {}
 
 
@@ -199,7 +199,7 @@ class ForeseeableCodec(Protocol):
     encoders: Sequence[torch.nn.Module]
 
     def most_at_once(self, spec: Any) -> int:
-        """Return how many samples `decode` computes together, however many it is given."""
+        """Return the largest number of samples that `decode` computes together, for any number of inputs."""
 
     def decode(self, latents: torch.Tensor, spec: Any) -> list[Media]:
         """See `Codec`."""
@@ -211,16 +211,16 @@ class Codec(Protocol):
     def encode(self, prompt: Prompt, spec: Any) -> TensorDict:
         """Encode one prompt to conditioning, batch size []; with the unconditional branch if the spec is guided.
 
-        ValueError for a prompt that the model cannot take."""
+        Raises ValueError for a prompt that the model cannot take."""
 
     def decode(self, latents: torch.Tensor, spec: Any) -> list[Media]:
-        """Decode final latents (B, *shape) to the media of B samples, of the shapes that `spec.media()` says.
+        """Decode final latents (B, *shape) to the media of B samples, with the shapes of `spec.media()`.
 
-        Tensors on the CPU, and no views, which would keep the whole batch alive."""
+        The tensors are on the CPU. They are no views, because a view would keep the whole batch alive."""
 
     def encode_media(self, media: list[Media], spec: Any) -> torch.Tensor:
         """Invert `decode`, as far as the VAE has an inverse.
 
-        The media of B samples to latents (B, *shape) float32 on the codec's device, noise-free (the posterior's mode),
-        so that they always have the same latents. Raises ValueError for other shapes than the spec's
-        (`media.require_media`)."""
+        Returns latents (B, *shape) float32 on the codec's device for the media of B samples. They are noise-free (the
+        posterior's mode), so that the same media always have the same latents. Raises ValueError for shapes other than
+        the spec's (`media.require_media`)."""

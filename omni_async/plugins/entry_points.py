@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+OBJECTIVES = "omni_async.objectives"  # its objects are `Objective`s of `omni_async.algorithms.registry`
+
 
 def load_named(name: str) -> Any:
     """Import the object that `module:name` names."""

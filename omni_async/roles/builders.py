@@ -22,12 +22,12 @@ from omni_async.config import Config
 from omni_async.config.layout import ParallelLayout
 from omni_async.config.redact import with_secrets
 from omni_async.control.coordinator import Coordinator
-from omni_async.control.ledger import JsonlSink
 from omni_async.diffusion.policy import load_policy
 from omni_async.plugins.programs import find_program
 from omni_async.plugins.services import Service, ServiceSite, find_service
+from omni_async.records.write.ledger_file import JsonlSink
 from omni_async.records.write.rundir import RunDirectory
-from omni_async.roles.api import CoordinatorApi, RankApi, UpdateRule
+from omni_async.roles.api import CoordinatorForRoles, CoordinatorForService, RankApi, UpdateRule
 from omni_async.roles.emulated import EmulatedRank, EmulatedRewarder, EmulatedRule
 from omni_async.roles.inputs import RunInputs
 from omni_async.roles.plan import plan_updates
@@ -71,7 +71,7 @@ class WorkerContext:
         return self.inputs.config
 
     @property
-    def coordinator(self) -> Any:
+    def coordinator(self) -> CoordinatorForRoles:
         return self.peers[COORDINATOR]
 
     def service_site(self, settings: Any = None) -> ServiceSite:
@@ -90,7 +90,7 @@ class WorkerContext:
 # ---- builders that the role table names ------------------------------------------------------------------------------
 
 
-def coordinator(context: WorkerContext) -> Coordinator:
+def coordinator(context: WorkerContext) -> CoordinatorForRoles:
     inputs, run = context.inputs, RunDirectory(context.folder)
 
     def take_over() -> None:
@@ -256,7 +256,7 @@ class ServiceHost:
 
     name: str
     service: Service
-    coordinator: CoordinatorApi
+    coordinator: CoordinatorForService
 
     def __post_init__(self) -> None:
         self._leaving = asyncio.Event()

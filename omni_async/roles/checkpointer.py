@@ -23,7 +23,7 @@ from omni_async.checkpoint.statement import stated
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState, Unfinished
-from omni_async.roles.api import CoordinatorApi, RankApi, Tracer, UpdateRule
+from omni_async.roles.api import CoordinatorForCheckpointer, RankApi, Tracer, UpdateRule
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.types import ReadyGroup
 
@@ -40,7 +40,7 @@ class Checkpointer:
     config: Config
     ranks: Sequence[RankApi]
     rule: UpdateRule
-    coordinator: CoordinatorApi
+    coordinator: CoordinatorForCheckpointer
     store: ObjectStore
     checkpoints: Path
     tracer: Tracer

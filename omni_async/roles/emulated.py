@@ -33,7 +33,7 @@ from omni_async.performance.emulation import (
 from omni_async.performance.profile import Profile
 from omni_async.performance.scorer_lanes import scorer_lanes
 from omni_async.rewards.loaded import LoadedReward
-from omni_async.roles.api import Abandoned, CoordinatorApi, Tracer
+from omni_async.roles.api import Abandoned, CoordinatorForRewarder, Tracer
 from omni_async.roles.plan import Plan
 from omni_async.roles.rewarder import Rewarder
 from omni_async.store import ObjectStore
@@ -84,7 +84,13 @@ class EmulatedRewarder(Rewarder):
     If roles share devices, the first samples of an update wait until the device switches to this role."""
 
     def __init__(
-        self, name: str, config: Config, profile: Profile, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock
+        self,
+        name: str,
+        config: Config,
+        profile: Profile,
+        coordinator: CoordinatorForRewarder,
+        store: ObjectStore,
+        clock: Clock,
     ) -> None:
         self._draws = Draws(name, config.run.seed, profile)
         self._fetch_s = 0.0

@@ -28,7 +28,7 @@ from omni_async.config import Config
 from omni_async.diffusion.policy import Policy
 from omni_async.media import Media
 from omni_async.plugins.families import SamplingSpec
-from omni_async.roles.api import CoordinatorApi, Tracer
+from omni_async.roles.api import CoordinatorForReader, Tracer
 from omni_async.rollout.base import EngineError
 from omni_async.store import ObjectStore, nbytes
 from omni_async.types import SampleRequest, SampleResult, Score, ScoreResult, VersionSpans
@@ -56,7 +56,7 @@ class PreferenceReader:
     config: Config
     pairs: Pairs
     policy: Policy
-    coordinator: CoordinatorApi
+    coordinator: CoordinatorForReader
     store: ObjectStore
     clock: Clock
     device: torch.device | str | None = None

@@ -23,7 +23,7 @@ from omni_async.config import Config
 from omni_async.media import Media
 from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.probe import Probe
-from omni_async.roles.api import CoordinatorApi, Tracer
+from omni_async.roles.api import CoordinatorForProducer, Tracer
 from omni_async.rollout.base import EngineError, RolloutEngine, Trajectory
 from omni_async.rollout.calls import Program, draw_calls, try_program, untried
 from omni_async.store import ObjectStore, nbytes
@@ -80,7 +80,7 @@ class Producer:
     name: str
     config: Config
     engine: RolloutEngine
-    coordinator: CoordinatorApi
+    coordinator: CoordinatorForProducer
     store: ObjectStore
     clock: Clock
     receiver: WeightReceiver | None = None

@@ -19,7 +19,7 @@ from omni_async.aio.clock import Clock
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import Event, is_cancelled
 from omni_async.config import Config
-from omni_async.roles.api import CoordinatorApi, ProducerApi, Tracer
+from omni_async.roles.api import CoordinatorForPublisher, ProducerApi, Tracer
 from omni_async.rollout.base import EngineError
 from omni_async.types import WeightManifest
 from omni_async.weights.snapshot import Snapshot
@@ -37,7 +37,7 @@ class WeightPublisher:
 
     config: Config
     producers: dict[str, ProducerApi]
-    coordinator: CoordinatorApi
+    coordinator: CoordinatorForPublisher
     sender: WeightSender
     clock: Clock
 

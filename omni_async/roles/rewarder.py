@@ -27,7 +27,7 @@ from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
 from omni_async.rewards.probe import Probe
 from omni_async.rewards.scorers.addresses import KnownAddresses
-from omni_async.roles.api import CoordinatorApi, Tracer
+from omni_async.roles.api import CoordinatorForRewarder, Tracer
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.types import Answer, ScoreJob, ScoreResult
 
@@ -43,7 +43,7 @@ class Rewarder:
     name: str
     config: Config
     reward: LoadedReward
-    coordinator: CoordinatorApi
+    coordinator: CoordinatorForRewarder
     store: ObjectStore
     clock: Clock
     probe: Probe | None = None

@@ -24,7 +24,15 @@ from omni_async.checkpoint.state import fitting, read_state
 from omni_async.config import Config
 from omni_async.config.layout import ParallelLayout
 from omni_async.config.reading import real_path
-from omni_async.roles.api import Abandoned, CoordinatorApi, PolicyUpdate, ProducerApi, RankApi, Tracer, UpdateRule
+from omni_async.roles.api import (
+    Abandoned,
+    CoordinatorForTrainer,
+    PolicyUpdate,
+    ProducerApi,
+    RankApi,
+    Tracer,
+    UpdateRule,
+)
 from omni_async.roles.checkpointer import Checkpointer
 from omni_async.roles.plan import plan_updates
 from omni_async.roles.publisher import WeightPublisher
@@ -46,7 +54,7 @@ class Trainer:
     config: Config
     ranks: Sequence[RankApi]
     rule: UpdateRule
-    coordinator: CoordinatorApi
+    coordinator: CoordinatorForTrainer
     publisher: WeightPublisher
     store: ObjectStore
     checkpoints: str

@@ -11,10 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
-from omni_async.config.role_table import RoleSpec, roles_of
+from omni_async.config.role_table import Membership, RoleSpec, roles_of
 from omni_async.control.events import RunEvent
 from omni_async.records.write.rundir import RunDirectory
-from omni_async.roles.api import CoordinatorApi
 from omni_async.roles.inputs import RunInputs
 from omni_async.store import ObjectStore
 from omni_async.worker import COORDINATOR, TRAINER, Worker
@@ -32,7 +31,7 @@ class StartError(RuntimeError):
     """Raised when the cluster could not be started; the message contains a remedy."""
 
 
-class RunControl(CoordinatorApi, Protocol):
+class RunControl(Membership, Protocol):
     """The coordinator as the driver sees it."""
 
     async def events(self) -> list[RunEvent]: ...

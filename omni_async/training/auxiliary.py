@@ -1,9 +1,9 @@
 """Evaluates other policies through the policy's own modules: reference, old policy, moving average.
 
-An auxiliary policy is a list of tensors beside the parameters (of the adapters alone under LoRA, sharded as they are).
-It is run through the same module: its values are copied in, and the policy's own copied back. That costs two copies of
-the trained parameters per use, which is little beside a forward pass, and no second model in memory. Under LoRA the
-reference is the module with its adapters off.
+An auxiliary policy is a list of tensors, a copy of the trained parameters (under LoRA only the adapters) with the same
+sharding. It runs through the same module: its values are copied in, and the policy's own values are copied back. A use
+costs two copies of the trained parameters, little compared with a forward pass, and needs no second model in memory.
+Under LoRA the reference is the module with its adapters off.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _locals(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class AuxiliaryPolicies:
-    """Copies of `parameters` (those of `module` that are trained), by name."""
+    """Copies of `parameters`, the trained parameters of `module`, by name."""
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self._module = module
@@ -40,14 +40,14 @@ class AuxiliaryPolicies:
 
     @torch.no_grad()
     def keep_copy(self, name: str) -> None:
-        """Add a copy of the parameters as they are."""
+        """Add a copy of the current parameters."""
         self._copies[name] = [p.detach().clone() for p in self._parameters]
 
     def __contains__(self, name: str) -> bool:
         return name in self._copies
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every auxiliary policy's tensors as `<policy>.<parameter>`, as a checkpoint holds them."""
+        """Return every auxiliary policy's tensors as `<policy>.<parameter>`, their names in a checkpoint."""
         return {
             f"{auxiliary}.{name}": tensor
             for auxiliary, copies in self._copies.items()
@@ -58,7 +58,7 @@ class AuxiliaryPolicies:
     def follow(self, name: str, decay: float) -> None:
         """Set auxiliary <- decay * auxiliary + (1 - decay) * parameters."""
         copies, parameters = _locals(self._copies[name]), _locals(self._parameters)
-        if decay == 0.0:  # to the bit, which 0 * x + y is not for infinite x
+        if decay == 0.0:  # exact to the bit, unlike 0 * x + y for infinite x
             torch._foreach_copy_(copies, parameters)
         else:
             torch._foreach_lerp_(copies, parameters, 1.0 - decay)
@@ -67,7 +67,7 @@ class AuxiliaryPolicies:
     def using(self, name: str) -> Iterator[None]:
         """Let the module compute with that policy's values inside the context.
 
-        Not to be used between a forward pass and its backward, nor inside another such context."""
+        Do not use it between a forward pass and its backward, nor inside another such context."""
         if self._in_use is not None:
             raise RuntimeError(
                 f"{name!r} cannot be used inside {self._in_use!r}: the policy's own values would be lost"
@@ -88,9 +88,9 @@ class AuxiliaryPolicies:
 
 
 def forget_gathered(module: nn.Module) -> None:
-    """Make FSDP2 gather again, once parameters have other values.
+    """Make FSDP2 gather parameters again after their values have changed.
 
-    It keeps the root's gathered after a forward pass without backward, and would compute the next one with them."""
+    FSDP2 keeps the root's gathered parameters after a forward pass without backward, and would reuse them."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
@@ -102,19 +102,19 @@ def add_adapters(components: nn.Module, lora: Lora, seed: int) -> None:
     Args:
         components: the denoisers, whose parameters may be on the meta device.
         lora: `model.lora`.
-        seed: the same one makes the same adapters on every rank.
+        seed: the same seed gives the same adapters on every rank.
 
     Raises:
-        ValueError: no layer is called as `lora.target_modules`."""
+        ValueError: no layer has a name in `lora.target_modules`."""
     components.requires_grad_(False)
-    # Every rank shards what it initialised itself, so all must draw the same numbers.
+    # Every rank shards its own initial values, so all ranks must draw the same numbers.
     with torch.random.fork_rng(devices=[]), _without_meta(components):
         torch.manual_seed(seed)
         inject_adapters(components, lora)
 
 
 def inject_adapters(components: nn.Module, lora: Lora) -> None:
-    """Add float32 adapters to frozen components, each on the device of its layer. ValueError as `add_adapters`."""
+    """Add float32 adapters to frozen components, each on its layer's device. Raises ValueError like `add_adapters`."""
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def inject_adapters(components: nn.Module, lora: Lora) -> None:
 def _require_bound(components: nn.Module, targets: Sequence[str]) -> None:
     """Raise ValueError for a target that is no layer's name, and for a component without an adapter.
 
-    Both would be trained as if all were well."""
+    Training would otherwise ignore both silently."""
     adapted = [name.partition(".lora_A")[0] for name, _ in components.named_modules() if name.endswith(".lora_A")]
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in adapted):
@@ -145,9 +145,9 @@ def _require_bound(components: nn.Module, targets: Sequence[str]) -> None:
 
 @contextmanager
 def _without_meta(components: nn.Module) -> Iterator[None]:
-    """Put one number on the CPU, seen in every place, in the place of each parameter on the meta device.
+    """Replace each parameter on the meta device by a single number on the CPU, expanded to the parameter's shape.
 
-    peft gives adapters the device of their layer, and would lose what it drew for them."""
+    peft puts adapters on the device of their layer, and would lose their initial values on the meta device."""
     on_meta = [
         (module, name, parameter)
         for module in components.modules()

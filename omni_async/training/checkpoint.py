@@ -1,10 +1,10 @@
 """Saves and loads the tensors of a checkpoint through torch.distributed.checkpoint.
 
-Sharded safetensors files that any number of ranks can read.
+The files are sharded safetensors, which any number of ranks can read.
 
-The tensors are the trained parameters (adapters only under LoRA), the further policies kept beside them
-(`auxiliary.<which>.<name>`) and the optimizer's state. Both functions are collective. Writing copies everything to host
-memory first, and goes on in a thread of its own.
+The tensors are the trained parameters (only adapters under LoRA), the auxiliary policies (`auxiliary.<which>.<name>`)
+and the optimizer's state. Saving and loading are collective. Saving copies everything to host memory first, and writes
+in a separate thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from omni_async.training import TrainingError
 
-# One process without a process group may save, too; the writing thread's warning has no other switch.
+# A process without a process group may save, too; the writing thread's warning has no other switch.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
 
 FOLDER = "tensors"
@@ -35,10 +35,10 @@ _OPTIMIZER = "optimizer."
 
 
 def build_stager(device: torch.device) -> DefaultStager:
-    """Build what copies tensors to host memory. It keeps that memory, pinned for an accelerator, for later checkpoints.
+    """Build the stager, which copies tensors to host memory and reuses that memory, pinned for an accelerator.
 
     Args:
-        device: where the tensors are."""
+        device: the device of the tensors."""
     accelerated = device.type != "cpu" and torch.accelerator.is_available()
     return DefaultStager(
         StagingOptions(
@@ -58,15 +58,15 @@ def begin_save(
     group: dist.ProcessGroup | None,
     stager: DefaultStager,
 ) -> Future[Any]:
-    """Copy what is to be saved; the future is done when this rank's files are in `folder`.
+    """Copy the tensors to save; the future is done when this rank's files are in `folder`.
 
     Args:
         folder: the checkpoint's, the same on every rank.
-        parameters: the trained ones, by name.
-        auxiliary: tensors of the further policies, as `<which>.<name>`.
-        optimizer: that of the parameters.
+        parameters: the trained parameters, by name.
+        auxiliary: tensors of the auxiliary policies, as `<which>.<name>`.
+        optimizer: the optimizer of the parameters.
         group: the ranks' group on the CPU, used for nothing else meanwhile; None with a single rank.
-        stager: the same one for every checkpoint. The earlier one must have been written."""
+        stager: the same for every checkpoint. The previous checkpoint must have been written."""
     tensors = _weights(parameters, auxiliary) | {
         key: _vector(value) for key, value in _optimizer_tensors(parameters, optimizer).items()
     }
@@ -91,7 +91,7 @@ def load(
     """Read a checkpoint into `parameters`, `auxiliary` and `optimizer`, in place.
 
     Args:
-        folder, parameters, auxiliary, optimizer: as `begin_save` took them, under any layout of ranks.
+        folder, parameters, auxiliary, optimizer: as in `begin_save`, under any layout of ranks.
 
     Raises:
         TrainingError: the checkpoint belongs to another model, does not exist or cannot be read."""
@@ -129,7 +129,7 @@ def _weights(parameters: Mapping[str, nn.Parameter], auxiliary: Mapping[str, Ten
 def _optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's state by name.
 
-    A parameter that never had a gradient has none; torch's own helper would invent one."""
+    A parameter that never had a gradient has no state; torch's own helper would invent it."""
     return {
         f"{_OPTIMIZER}{key}.{name}": value
         for name, p in parameters.items()
@@ -139,17 +139,17 @@ def _optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.
 
 
 def _vector(value: Tensor) -> Tensor:
-    """Return a view with at least one dimension: the reader takes slices, and a scalar has none."""
+    """Return a view with at least one dimension, because the reader cannot slice a scalar."""
     return value.reshape(1) if value.ndim == 0 else value
 
 
 def _allocate(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, stored: set[str]
 ) -> dict[str, Tensor]:
-    """Give the optimizer zeroed state of the stored kinds, which the checkpoint is read into."""
+    """Allocate zeroed optimizer state with the stored keys, to read the checkpoint into it."""
     optimizer.state.clear()
     tensors = {}
-    fused = optimizer.defaults.get("fused")  # then a step's number is on the device of its parameter
+    fused = optimizer.defaults.get("fused")  # then the step number is on the parameter's device
     for entry in sorted(key for key in stored if key.startswith(_OPTIMIZER)):
         key, name = entry.removeprefix(_OPTIMIZER).split(".", 1)
         parameter = parameters[name]

@@ -1,4 +1,4 @@
-"""Chooses the device of a trainer rank and the collective backend that goes with it."""
+"""Chooses the device of a trainer rank and the matching collective backend."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from torch import Tensor
 from omni_async.config.layout import ParallelLayout
 from omni_async.weights.transport.tcp_store import interface_towards, join_store
 
-# Names the interface of every group on gloo that the process makes.
+# Names the interface of every gloo group of the process.
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def rank_device(rank: int) -> torch.device:
-    """Return the accelerator this rank uses (rank modulo the visible devices), made current.
-
-    The CPU where there is none."""
+    """Return this rank's accelerator (rank modulo the visible devices), made current; the CPU without accelerators."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
@@ -34,14 +32,14 @@ def rank_device(rank: int) -> torch.device:
 def expand_segments() -> None:
     """Let the device's allocator grow its segments, unless the environment configures it.
 
-    Texts of other lengths need blocks of other sizes for every group, and segments of fixed sizes fragment. Call it
-    before the first allocation."""
+    Texts of different lengths need blocks of different sizes for every group, which fragments segments of fixed sizes.
+    Call it before the first allocation."""
     if not any(name.startswith("PYTORCH_") and name.endswith("ALLOC_CONF") for name in os.environ):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def collective_backend(device: torch.device) -> str:
-    """Return a `torch.distributed` backend string for `device`: the backend that torch has registered for its type.
+    """Return a `torch.distributed` backend string for `device`: the registered backend of its type.
 
     Gloo is always included, for metrics and checkpoint plans on the CPU."""
     if device.type == "cpu":
@@ -52,18 +50,18 @@ def collective_backend(device: torch.device) -> str:
 def init_process_group(rank: int, world: int, init_method: str, timeout: float, device: torch.device) -> None:
     """Join the trainer's process group. Returns when all ranks have called it.
 
-    On gloo, ranks meet on the interface towards the store, unless GLOO_SOCKET_IFNAME names another. Gloo itself takes
-    the address of the host's name, which on Debian and Ubuntu is 127.0.1.1: no other machine reaches that.
+    On gloo, ranks connect through the interface towards the store, unless GLOO_SOCKET_IFNAME names another. Gloo's
+    default is the address of the host's name, on Debian and Ubuntu 127.0.1.1, which no other machine can reach.
 
     Args:
-        rank: this one.
-        world: how many there are.
-        init_method: torch's `file:///...`, or `tcp://host:port`, where `tcp_store.serve_store` serves the store.
-        timeout: seconds for every collective, so that ranks fail instead of hanging when another rank is gone.
-        device: where this rank computes."""
+        rank: this rank.
+        world: the number of ranks.
+        init_method: torch's `file:///...`, or `tcp://host:port` of the store that `tcp_store.serve_store` serves.
+        timeout: seconds for every collective, so that ranks fail instead of hanging when another rank is lost.
+        device: this rank's device."""
     where: dict[str, Any] = {"init_method": init_method}
     address = urlsplit(init_method)
-    if address.scheme == "tcp":  # torch would have rank 0 open a store at this port, where one is served already
+    if address.scheme == "tcp":  # torch's rank 0 would open a second store at this port
         assert address.hostname is not None and address.port is not None
         where = {"store": join_store(address.hostname, address.port, timeout)}
         if not os.environ.get(_INTERFACE) and (found := interface_towards(address.hostname, address.port)):
@@ -79,14 +77,14 @@ def init_process_group(rank: int, world: int, init_method: str, timeout: float, 
 
 
 def init_lone_process_group(device: torch.device) -> None:
-    """Make a process group of one, which needs no address: FSDP2 requires a group even for a single rank."""
+    """Create a process group of one rank, without an address: FSDP2 requires a group even for a single rank."""
     dist.init_process_group(collective_backend(device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the CPU on `device`, without waiting for the device's earlier work.
+    """Return a CPU tensor on `device`, without waiting for the device's earlier work.
 
-    A copy from pageable memory would wait for all of it."""
+    A copy from pageable memory would wait for all earlier work."""
     if device.type == "cpu":
         return tensor
     if torch.accelerator.is_available():
@@ -95,7 +93,7 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def largest_over_ranks(values: list[int]) -> list[int]:
-    """Return the largest value over all ranks at each position. Collective where there are several ranks."""
+    """Return the largest value over all ranks at each position. Collective for several ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.int64)
@@ -105,7 +103,7 @@ def largest_over_ranks(values: list[int]) -> list[int]:
 
 
 def sum_over_ranks(value: float) -> float:
-    """Return the sum of every rank's value. Collective where there are several ranks."""
+    """Return the sum of every rank's value. Collective for several ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     tensor = torch.tensor([value], dtype=torch.float64)
@@ -114,9 +112,9 @@ def sum_over_ranks(value: float) -> float:
 
 
 def sum_of_rows(layout: ParallelLayout, sums: Tensor) -> Tensor:
-    """Return `sums` (on the CPU), which every rank has over its rows, over the rows of all ranks.
+    """Return the total over all ranks of `sums` (on the CPU), each rank's sums over its own rows.
 
-    Those of ranks that share a sequence are the same rows, and count once. Collective where there are several ranks."""
+    Ranks that share a sequence have the same rows, which count once. Collective for several ranks."""
     if layout.world_size == 1:
         return sums
     total = sums.clone() if layout.leads_sequence else torch.zeros_like(sums)

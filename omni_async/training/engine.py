@@ -1,14 +1,14 @@
-"""Runs one rank of the trainer: gradients from prompt groups, optimizer steps, weights out, checkpoints.
+"""Runs one rank of the trainer: gradients from prompt groups, optimizer steps, snapshots of weights, checkpoints.
 
 It depends on neither Ray nor a model family.
 
 The engine waits only for the other ranks. `setup`, `recompute_proximal`, `accumulate`, `step`, `snapshot`,
-`begin_save` and `load` are collective: with several ranks, every rank calls the same ones in the same order,
-those that take a group with its own samples of the same group, as its `ParallelLayout` deals them (of a preference pair
-with both; a rank without a sample with another's, see `GroupBatch.counts`). `discard` is local, but all ranks must make
-the same choice.
+`begin_save` and `load` are collective: with several ranks, every rank makes the same calls in the same order. A call
+with a group takes the rank's own samples of that group, as its `ParallelLayout` deals them. For a preference pair it
+takes both samples; a rank without a sample takes another rank's (see `GroupBatch.counts`). `discard` is local, but all
+ranks must make the same choice.
 
-    for group in update:  recompute_proximal(this rank's samples)  # where a correction needs it before the first step
+    for group in update:  recompute_proximal(this rank's samples)  # if a correction needs it before the first step
     for group in update:  accumulate(this rank's samples, row_weight=1 / rows of the optimizer step)
     metrics = step()      # gradient of the mean loss over rows
     weights = snapshot(version, buckets)
@@ -49,10 +49,10 @@ __all__ = ["GroupBatch", "TrainEngine"]
 
 
 class TrainEngine:
-    """The training engine of one rank, as the module describes it. `device` is the rank's accelerator unless given.
+    """The training engine of one rank, as the module describes it. `device` defaults to the rank's accelerator.
 
-    digest0: the digest of the weights as loaded, in `model.dtype` (rank 0, after `setup`); an engine that loaded the
-    same checkpoint has it too. optimizer_steps: the steps taken so far, those before a resume included."""
+    digest0: the digest of the loaded weights in `model.dtype` (rank 0, after `setup`); an engine that loaded the same
+    checkpoint has the same digest. optimizer_steps: the number of steps so far, including steps before a resume."""
 
     def __init__(
         self, config: Config, policy: Policy, layout: ParallelLayout, device: torch.device | None = None
@@ -79,13 +79,13 @@ class TrainEngine:
         self._flops, self._peak = self._meter(), self.config.trainer.peak_tflops
         if self._peak is None:
             self._peak = peak_tflops(self.device, self._model.dtype)
-        # Every kind has rows of its own, which no other code reads.
+        # Every kind defines its own rows, which no other code reads.
         self._loss: RowLoss[Any] = find_kind(self._objective.kind).load_loss()(
             self.config, self._objective, self.policy, self._model, self._metrics, layout
         )
 
     def _meter(self) -> FlopMeter | None:
-        """Return what counts the operations of a model that is made of modules, as another backend's may not be."""
+        """Return the counter of operations; None if a backend's model does not consist of modules."""
         model: object = self._model
         if not isinstance(model, ModuleBackend):
             return None
@@ -95,8 +95,8 @@ class TrainEngine:
     def accumulate(self, group: GroupBatch, row_weight: float) -> None:
         """Add `row_weight` times the gradient of the summed row losses of `group`, over all ranks.
 
-        The group waits until `trainer.groups_per_micro_batch` of them can share micro-batches, at most for `step`.
-        ValueError for an unusable group, before any gradient of it is touched."""
+        The group waits until `trainer.groups_per_micro_batch` groups can share micro-batches, at most until `step`.
+        Raises ValueError for an unusable group, before it contributes any gradient."""
         if self._waiting and (self._waiting[0][0].spec, self._waiting[0][1]) != (group.spec, row_weight):
             self._accumulate_waiting()
         self._waiting.append((group, row_weight))
@@ -112,7 +112,7 @@ class TrainEngine:
             done = self._flops.flops if self._flops is not None else 0
             self._model.backward(self._loss.losses(group, rows, counts), row_weight if counts else 0.0)
             if self._flops is not None and not counts:
-                self._flops.flops = done  # of a sample that this rank does not have
+                self._flops.flops = done  # the row is of another rank's sample
         self._has_rows = True
 
     def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
@@ -122,12 +122,11 @@ class TrainEngine:
         return self._loss.recompute_proximal(group)
 
     def step(self, grad_scale: float = 1.0) -> dict[str, float]:
-        """Multiply the accumulated gradients by `grad_scale`, clips them and step the optimizer.
+        """Multiply the accumulated gradients by `grad_scale`, clip them and step the optimizer.
 
-        Returns metrics over all ranks' rows since the last step.
-
-        `loss` and `advantage_abs` are reported with `grad_scale` applied, `loss` also with the correction's normaliser.
-        TrainingError, leaving weights as they are, if the gradient norm is not finite or nothing was accumulated."""
+        Returns metrics over all ranks' rows since the last step. `loss` and `advantage_abs` are reported with
+        `grad_scale` applied, `loss` also with the correction's normaliser. Raises TrainingError, with the weights
+        unchanged, if the gradient norm is not finite or nothing was accumulated."""
         self._accumulate_waiting()
         if not self._has_rows:
             raise TrainingError(f"optimizer step {self.optimizer_steps}: no group was accumulated")
@@ -151,18 +150,18 @@ class TrainEngine:
         return {**metrics, "grad_norm": norm, "lr": rate}
 
     def operations(self) -> dict[str, float]:
-        """Return the operations of all ranks since the last call, as `flops/sum`, and what one can do at most.
+        """Return `flops/sum`, the operations of all ranks since the last call, and `peak_tflops` of a rank.
 
-        In FLOPs, as `training.flops` counts them, and `peak_tflops`; what is not known is left out. Collective."""
+        Operations are in FLOPs, as `training.flops` counts them. Unknown numbers are left out. Collective."""
         if self._flops is None:
             return {}
         found = {"flops/sum": sum_over_ranks(float(self._flops.take()))}
         return found if self._peak is None else {**found, "peak_tflops": self._peak}
 
     def _normalise(self) -> float:
-        """Return the factor that weights and mask made row by row still need.
+        """Return the remaining factor for weights and masks that were computed row by row.
 
-        Division by the rows that are left, over all ranks."""
+        It divides by the unmasked rows over all ranks."""
         sums = torch.tensor(self._loss.gradient_normaliser(), dtype=torch.float64)
         numerator, denominator = sum_of_rows(self.layout, sums).tolist()
         return 1.0 if numerator == denominator else numerator / denominator if denominator > 0 else 0.0
@@ -182,11 +181,11 @@ class TrainEngine:
 
     @property
     def _progress(self) -> float:
-        """Return the share of the run's updates that is done."""
+        """Return the completed share of the run's updates."""
         return min(1.0, self.optimizer_steps / (self.config.trainer.updates * self.config.trainer.steps_per_update))
 
     def discard(self) -> None:
-        """Forget everything accumulated since the last step, gradients and metrics."""
+        """Discard all gradients and metrics accumulated since the last step."""
         self._waiting = []
         self._model.discard()
         self._metrics.clear()
@@ -196,10 +195,10 @@ class TrainEngine:
         self._has_rows = False
 
     def snapshot(self, version: int, buckets: BucketSet) -> Snapshot | None:
-        """Copy this rank's rows of the weights that draw samples into `buckets`, as its part of a version.
+        """Copy this rank's rows of the generating weights into `buckets`, as its part of a version.
 
-        These are the current weights, or the old policy's where the objective has one. Returns None on ranks that hold
-        a further copy of the weights.
+        These are the current weights, or the old policy's if the objective has an old policy. Returns None on ranks
+        that hold a further copy of the weights.
 
         Payload `full`: every parameter in `model.dtype` under its diffusers name, adapters merged in float32. Payload
         `lora`: the adapters in float32, with `rank`, `alpha` and `target_modules`; merging them gives the `full`
@@ -217,12 +216,12 @@ class TrainEngine:
         return Snapshot(version, payload, buckets.specs, buckets.buckets, about)
 
     def _drawing(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return the weights with the old policy's in place of the current ones, where the objective has one."""
+        """Return the old policy's weights if the objective has an old policy, otherwise the given weights."""
         further = self._model.auxiliary.tensors()
         return {name: further.get(f"old.{name}", weight) for name, weight in weights.items()} if further else weights
 
     def bucket_set(self) -> BucketSet:
-        """Make memory for snapshots, pinned where they come from an accelerator."""
+        """Allocate memory for snapshots, pinned if the rank uses an accelerator."""
         pinned = self.device.type != "cpu"
         return BucketSet(
             self.config.weights.bucket_mb * 2**20,
@@ -232,16 +231,16 @@ class TrainEngine:
     def begin_save(self, folder: str | Path) -> tuple[Future[Any], dict[str, Any]]:
         """Copy out the trained parameters, auxiliary policies (reference, old, average) and the optimizer.
 
-        Returns a future, done when this rank's part of them is written, and what `load` needs besides, as plain values.
-        Call it between steps: gradients are not kept."""
+        Returns a future, done when this rank's part of them is written, and the further plain values that `load` needs.
+        Call it between steps: gradients are not saved."""
         base = {"base_digest": self.digest0, "base_dtype": self.config.model.dtype}
         return self._model.begin_save(Path(folder)), {"optimizer_steps": self.optimizer_steps, **base}
 
     def load(self, folder: str | Path, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint that any number of ranks may have written.
+        """Continue from a checkpoint, which any number of ranks may have written.
 
-        `state` holds the plain values that `begin_save` returned. TrainingError if the checkpoint is of another model,
-        or was trained from other weights."""
+        `state` has the plain values that `begin_save` returned. Raises TrainingError if the checkpoint is of another
+        model, or was trained from other weights."""
         digest = state.get("base_digest")  # None: an earlier version wrote it
         comparable = self.layout.rank == 0 and state.get("base_dtype") == self.config.model.dtype
         if digest is not None and comparable and digest != self.digest0:
@@ -264,17 +263,17 @@ def copy_out(
     dtype: torch.dtype | None,
     rank: int,
 ) -> None:
-    """Copy the rows of weights that this rank holds into `buckets`.
+    """Copy this rank's rows of the weights into `buckets`.
 
-    Collective where there are adapters: these are gathered, one pair at a time.
+    Collective if there are adapters, which are gathered one pair at a time.
 
     Args:
         buckets: filled in the order of `base`.
-        base: stored weights, perhaps sharded, by diffusers names.
-        adapters: merged into `base` as `merged_weights` does; empty: there is nothing to merge.
+        base: stored weights, possibly sharded, by diffusers names.
+        adapters: merged into `base` by `merged_weights`; may be empty.
         scale: factor of the adapters' product.
-        dtype: that of the copies; None: each weight's own.
-        rank: this one."""
+        dtype: dtype of the copies; None: each weight's own.
+        rank: this rank."""
     rows = merged_weights(
         base,
         adapters,

@@ -1,9 +1,13 @@
-"""Counts the floating-point operations of a rank's denoisers, and knows what accelerators can do at most.
+"""Counts the floating-point operations of a rank's denoisers, and lists the peak performance of accelerators.
 
-The convention is that of model FLOPs utilisation: a multiplication and an addition are two operations; a forward pass
-counts once, a backward pass twice more through weights that are trained and once more through frozen ones (LoRA); what
-gradient checkpointing computes a second time does not count (PaLM, Chowdhery et al. 2022, appendix B). Operations are
-those of torch's formulas (`torch.utils.flop_counter`): matrix products, convolutions and attention.
+The convention is model FLOPs utilisation (PaLM, Chowdhery et al. 2022, appendix B):
+
+- A multiplication and an addition are two operations.
+- A forward pass counts once; a backward pass counts twice more through trained weights, and once more through frozen
+  weights (LoRA).
+- The recomputation of gradient checkpointing does not count.
+
+The counted operations have formulas in torch (`torch.utils.flop_counter`): matrix products, convolutions, attention.
 """
 
 from __future__ import annotations
@@ -20,15 +24,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 _ATEN = torch.ops.aten
-# Attention on CPUs and on accelerators of other makers, which torch has no formula for.
+# Attention on CPUs and on accelerators of other makers; torch has no formulas for it.
 _FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     _ATEN._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
     _ATEN._scaled_dot_product_fused_attention_overrideable: sdpa_flop,
 }
 
-# bfloat16 TFLOP/s of dense matrix products, by how torch names the device; from the makers' data sheets, which often
-# print twice as much, for sparse ones. The first that the name contains counts.
+# bfloat16 TFLOP/s of dense matrix products, by torch's name of the device, from the makers' data sheets. These often
+# print twice as much, for sparse products. The first entry that the name contains counts.
 _PEAKS = (
     ("GB200", 2500.0),
     ("B200", 2250.0),
@@ -51,15 +55,15 @@ _PEAKS = (
 
 
 class FlopMeter:
-    """The operations of one rank's denoisers since they were last taken, in FLOPs of the module's convention.
+    """The operations of one rank's denoisers since the last `take`, in FLOPs of the module's convention.
 
-    The first forward pass of every shape is counted operation by operation, which takes some microseconds for each;
-    later ones are known. Layers that are compiled run as they are written in that first pass.
+    The first forward pass of every shape is counted operation by operation, which takes some microseconds per
+    operation; later passes reuse the count. Compiled layers run uncompiled in that first pass.
 
     Args:
-        components: The denoisers by component; each is given hooks.
-        backward: What a backward pass counts, in forward passes.
-        compiled: Layers of theirs are compiled.
+        components: The denoisers by component; hooks are added to each.
+        backward: The count of a backward pass, in forward passes.
+        compiled: Whether their layers are compiled.
     """
 
     def __init__(self, components: Mapping[str, nn.Module], backward: int, compiled: bool = False) -> None:
@@ -84,7 +88,7 @@ class FlopMeter:
         if self._key not in self._known:
             contexts, counter = ExitStack(), _Counter()
             if self._compiled:
-                # A layer that is compiled where its operations are watched would stay as it is written for good.
+                # A layer compiled while its operations are counted would stay uncompiled forever.
                 contexts.enter_context(torch.compiler.set_stance("force_eager"))
             contexts.enter_context(counter)
             self._counting = contexts, counter
@@ -94,16 +98,16 @@ class FlopMeter:
             (contexts, counter), self._counting = self._counting, None
             contexts.close()
             if output is None:
-                return  # it failed, and was not counted to its end
+                return  # the forward pass failed, so its count is incomplete
             self._known[self._key] = counter.flops
         self.flops += self._known[self._key] * (1 + self._backward * torch.is_grad_enabled())
 
 
 class _Counter(TorchDispatchMode):
-    """The operations of the calls of torch in its context.
+    """The operations of torch calls in its context.
 
-    torch's own FlopCounterMode also counts for every module, with hooks on all modules of the process: those of other
-    threads, too, where engines and trainer share one."""
+    torch's own FlopCounterMode also counts per module, with hooks on all modules of the process. It would include other
+    threads if engines and trainer share a process."""
 
     supports_higher_order_operators = True
 
@@ -120,14 +124,14 @@ class _Counter(TorchDispatchMode):
 
 
 def _shape(leaf: Any) -> Any:
-    """Return what operations depend on: of a tensor its shape; of anything else its value, if it is a plain one."""
+    """Return the key of an argument: a tensor's shape, a plain value itself, or the type of anything else."""
     if isinstance(leaf, torch.Tensor):
         return leaf.shape
     return leaf if isinstance(leaf, bool | int | str) else type(leaf)
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the most TFLOP/s that a device can do in `dtype`; None where that is not known, as on a CPU."""
+    """Return the peak TFLOP/s of a device in `dtype`; None if it is unknown, as on a CPU."""
     device_name = getattr(torch.get_device_module(device), "get_device_name", None)
     if device_name is None or dtype != torch.bfloat16:
         return None

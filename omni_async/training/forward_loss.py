@@ -1,11 +1,11 @@
-"""Computes losses of forward-process objectives: final latents are noised anew, however they were made.
+"""Computes losses of forward-process objectives, which add noise to final latents of any origin.
 
 One row is one noise draw of one sample's final latents, sample-major: (sample 0, draw 0), (sample 0, draw 1), ...; for
-preference pairs (winner, draw 0), (loser, draw 0), (winner, draw 1), ... A sample's sigmas and noises come from its
-seed alone, whatever the micro-batches and ranks; the two samples of a pair have the same seed.
+preference pairs (winner, draw 0), (loser, draw 0), (winner, draw 1), ... A sample's sigmas and noises depend on its
+seed alone, not on micro-batches and ranks. The two samples of a pair have the same seed.
 
-Staleness acts through the rewards and the old policy alone, so there is no ratio to a behaviour policy and nothing to
-correct.
+Staleness acts only through the rewards and the old policy, so there is no ratio to a behaviour policy and no
+correction.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from omni_async.training.row_loss import LossOfObjective
 class ForwardRows:
     """R rows on the trainer's device: final, noise (R, *shape) and sigma, advantage (R,) float32.
 
-    Staleness (R,) int64, the largest of the sample's steps."""
+    staleness (R,) int64 is the largest of the sample's steps."""
 
     final: Tensor
     noise: Tensor
@@ -59,9 +59,9 @@ def make_draws(seed: int, shape: tuple[int, ...], sigmas: Tensor, forward: Forwa
 
     Args:
         seed: the sample's.
-        shape: that of its latents.
+        shape: the shape of its latents.
         sigmas: the sampler's schedule (N + 1,).
-        forward, fraction: `algorithm.forward` and `algorithm.timestep_fraction`, which set how many draws there are."""
+        forward, fraction: `algorithm.forward` and `algorithm.timestep_fraction`, which set the number of draws."""
     generator = generator_of(seed, "forward process")
     drawn = draw_sigmas(sigmas, forward, fraction, generator).to(torch.float32)
     return Draws(drawn, standard_normal(generator, (len(drawn), *shape)))
@@ -79,11 +79,11 @@ def build_rows(
 
     Args:
         group: this rank's samples, checked.
-        draws: those of each sample, as many for every one.
+        draws: the draws of each sample, equally many for every sample.
         row_ids: (sample, draw) of each row.
         needs: the components of these rows.
         policy: stacks their conditioning.
-        device: where the rows are put."""
+        device: the device of the rows."""
     trajectories = [group.trajectories[sample] for sample, _ in row_ids]
     return ForwardRows(
         final=send(torch.stack([t["final"] for t in trajectories]), device),
@@ -111,7 +111,7 @@ class ForwardLoss(LossOfObjective):
         self._progress = 0.0
 
     def batches(self, group: GroupBatch) -> Iterator[tuple[ForwardRows, bool]]:
-        # Of a pair every rank has its share of the draws, of other groups its share of the samples.
+        # A rank has a share of a pair's draws, and a share of other groups' samples.
         latent_shape, sigmas = self._drawn.by(group.spec)
         check_group(group, self._fields, sigmas, latent_shape)
         if self._paired and len(group.trajectories) != 2:
@@ -122,7 +122,7 @@ class ForwardLoss(LossOfObjective):
         most = self._layout.most(group.size) * number
         if self._paired:
             mine = self._layout.dealt(number, group.group * number)
-            # Without a draw of its own a rank computes another's: the calls are collective.
+            # A rank without a draw computes another rank's draw, because the calls are collective.
             taken = list(mine or range(1))
             draws, counts = [Draws(d.sigmas[taken], d.noises[taken]) for d in draws], counts and bool(mine)
             most = 2 * self._layout.most(number)

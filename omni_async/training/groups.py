@@ -1,10 +1,11 @@
-"""Takes prompt groups in: checks them, and cuts a rank's rows of one into micro-batches that ranks can run together.
+"""Checks prompt groups, and cuts a rank's rows of a group into micro-batches that all ranks can run together.
 
-A group enters with no missing or misshapen field, no schedule that differs from the trainer's by one bit, no NaN.
+A group is refused if it has a missing or misshapen field, a NaN, or a schedule that differs by one bit from the
+trainer's.
 
-Under FSDP2 every call of a component is a collective, so all ranks must run as many micro-batches and call the same
-components in each. Rows that need different components are kept apart, one component after the other, as far as rows
-may be: those of a sample that must stay together share a micro-batch that calls all that any rank needs.
+Under FSDP2 every call of a component is a collective. So all ranks must run equally many micro-batches and call the
+same components in each. Rows that need different components are separated, one component after the other, if possible.
+Rows of a sample that must stay together share a micro-batch, which calls every component that any rank needs.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from omni_async.config.schema import Rollout
 from omni_async.diffusion.policy import Policy
 from omni_async.plugins.families import SamplingSpec
 
-# Of tensors that are not float32. A log-ratio needs digits that a mean log-prob in float32 lacks (`sde.transitions`).
+# Dtypes other than float32. A log-ratio needs digits that a mean log-prob in float32 lacks (`sde.transitions`).
 _DTYPES = {"steps": torch.int64, "log_probs": torch.float64, "modality_log_probs": torch.float64}
 
 
 @dataclass(frozen=True)
 class GroupBatch:
-    """This rank's samples of one prompt group; see `omni_async.types.TrainGroup` for everything but the tensors.
+    """This rank's samples of one prompt group; see `omni_async.types.TrainGroup` for everything except the tensors.
 
     trajectories: `omni_async.rollout.base.Trajectory.tensors` on the CPU. For transition objectives latents (W + 1,
-    *shape), log_probs (W,) float64, optional means (W, *shape), sigmas (N + 1,), steps (W,) and conditioning; for
-    forward-process ones final (*shape), sigmas and conditioning. One of several calls (`omni_async.rollout.calls`)
-        holds a TensorDict of these for each: its trained steps are those of all calls, one call after the other.
-    size: the samples of the whole group, on all ranks together.
-    proximal_ratio: the ratio is taken to the proximal policy, whatever algorithm.correction has it taken to.
-    counts: False where this rank has none of them, and one of another rank's here: it is computed, because that is
-        collective, and adds nothing.
-    members: (group, sample number) of each trajectory where several groups are joined; None: all are of `group`."""
+        *shape), log_probs (W,) float64, optional means (W, *shape), sigmas (N + 1,), steps (W,) and conditioning; for
+        forward-process objectives final (*shape), sigmas and conditioning. A sample of several calls
+        (`omni_async.rollout.calls`) has a TensorDict of these per call, and trains the steps of all calls in turn.
+    size: the number of samples in the whole group, on all ranks together.
+    proximal_ratio: use the ratio to the proximal policy, regardless of algorithm.correction.
+    counts: False if this rank has no samples of the group. It then has a sample of another rank, which is computed,
+        because that is collective, and adds nothing.
+    members: (group, sample number) of each trajectory if several groups are joined; None: all are of `group`."""
 
     group: int
     spec: SamplingSpec
@@ -70,8 +71,8 @@ def joined(groups: Sequence[GroupBatch]) -> GroupBatch:
     """Join groups into one batch, so that their rows share micro-batches.
 
     Args:
-        groups: at least one, all with the same spec, in the order in which their samples were dealt over the ranks.
-            Padding is dropped if this rank has samples of any group."""
+        groups: at least one, all with the same spec, in the order of the deal over the ranks. Padding is dropped if
+            this rank has samples of any group."""
     own = [group for group in groups if group.counts] or groups[:1]
     weights = [row for group in own for row in group.weights or ()]
     return replace(
@@ -87,9 +88,9 @@ def joined(groups: Sequence[GroupBatch]) -> GroupBatch:
 
 
 class Drawn:
-    """What every trajectory must have that was drawn by one of the recipe's specs.
+    """The required latent shape and schedule of trajectories, for each of the recipe's specs.
 
-    The shape of its latents, and its schedule. Whatever `policy` refuses about a spec is raised at once."""
+    The constructor raises the errors of `policy` about a spec."""
 
     def __init__(self, policy: Policy, rollout: Rollout) -> None:
         steps = rollout.num_inference_steps
@@ -105,7 +106,7 @@ class Drawn:
 
 
 def calls_of(trajectory: TensorDict) -> list[TensorDict]:
-    """Return the trajectories of a sample's calls, in their order: itself, unless a rollout program joined several."""
+    """Return the trajectories of a sample's calls, in order: the sample itself, unless a program joined several."""
     names = [*trajectory.keys()]
     return [trajectory[f"call{number}"] for number in range(len(names))] if "call0" in names else [trajectory]
 
@@ -115,7 +116,7 @@ def find_step(trajectory: TensorDict, position: int) -> tuple[TensorDict, int]:
 
     Args:
         trajectory: the sample's.
-        position: of the step among all trained ones, call after call."""
+        position: the position among all trained steps, call after call."""
     calls = calls_of(trajectory)
     call, within = divmod(position, len(calls[0]["steps"]))
     return calls[call], within
@@ -127,12 +128,12 @@ def check_group(group: GroupBatch, fields: Collection[str], sigmas: Tensor, late
     Args:
         group: this rank's samples, as they arrived.
         fields: the tensors that training reads of every sample (`trajectory_fields`).
-        sigmas: the trainer's own schedule (N + 1,): a trajectory made with another one, even by one bit, would be
+        sigmas: the trainer's own schedule (N + 1,). A trajectory whose schedule differs, even by one bit, would be
             trained with wrong ratios.
-        latent_shape: that of one sample.
+        latent_shape: the shape of a sample's latents.
 
     Raises:
-        ValueError: names the first sample that is not usable, and why."""
+        ValueError: names the first unusable sample, and the reason."""
     first = calls_of(group.trajectories[0])
     window = len(first[0].get("steps", ()))
     for i, (trajectory, advantage) in enumerate(zip(group.trajectories, group.advantages, strict=True)):
@@ -201,7 +202,8 @@ Largest = Callable[[list[int]], list[int]]
 class MicroBatch:
     """Rows of a group, by number.
 
-    `calls`: the components that every rank calls. `counts`: False for padding, which is computed and adds nothing."""
+    `calls`: the components that every rank calls. `counts`: False for padding, which is computed and adds nothing to
+    the gradient."""
 
     rows: Sequence[int]
     calls: tuple[str, ...]
@@ -210,7 +212,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Needs:
-    """The components of a batch: that of each row, and those that every rank calls, in the policy's order."""
+    """The component of each row of a batch, and the components that every rank calls, in the policy's order."""
 
     of_rows: Sequence[str]
     calls: tuple[str, ...]
@@ -219,16 +221,16 @@ class Needs:
 def micro_batches(
     needs: Sequence[str], size: int, unit: int, most: int, components: Sequence[str], largest: Largest
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's micro-batches, then padding, so that every rank has as many.
+    """Yield this rank's micro-batches, then padding, so that every rank has equally many.
 
     Args:
         needs: the component that each of this rank's rows needs.
-        size: about how many rows a micro-batch has; it has whole units, at least one.
+        size: the approximate number of rows in a micro-batch, which has whole units, at least one.
         unit: the number of consecutive rows that stay together.
-        most: the rows of the rank that has most.
-        components: all of the policy's, in its order.
-        largest: takes a list of numbers and returns the largest over all ranks of each; called once where there are
-            several components, and else never."""
+        most: the largest number of rows on any rank.
+        components: all components of the policy, in its order.
+        largest: returns the largest value over all ranks for each number of a list; called once if there are several
+            components, otherwise never."""
     size = max(1, size // unit) * unit
     if len(components) == 1:
         yield from _cut(range(len(needs)), size, unit, _num_cuts(most, size), tuple(components))
@@ -256,5 +258,5 @@ def _cut(rows: Sequence[int], size: int, unit: int, number: int, calls: tuple[st
             f"{len(rows)} rows make {len(cuts)} micro-batches of {size}, more than the {number} that every rank runs"
         )
     yield from (MicroBatch(cut, calls, True) for cut in cuts)
-    padding = rows[:unit] or range(unit)  # a rank without a row for the component takes any
+    padding = rows[:unit] or range(unit)  # a rank without a row for the component takes any rows
     yield from (MicroBatch(padding, calls, False) for _ in range(number - len(cuts)))

@@ -1,7 +1,7 @@
 """Loads the trained components of one rank, in one of two ways.
 
-`WholeModel`, as the policy loads them, or `ShardedModel`, built without weights, spread over the ranks, and then read
-from the checkpoint's files, each rank what it keeps, so that no rank ever holds the whole model."""
+`WholeModel` uses the policy's own loading. `ShardedModel` builds the components without weights, spreads them over the
+ranks, and lets each rank read its part from the checkpoint's files, so that no rank ever holds the whole model."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from omni_async.weights.buckets import digest_tensors
 from omni_async.weights.lora import diffusers_name, is_injected_adapter
 from omni_async.weights.shards import own_slices
 
-WEIGHT_STEMS = ("diffusion_pytorch_model", "model")  # as diffusers and transformers call weights
+WEIGHT_STEMS = ("diffusion_pytorch_model", "model")  # file names of weights in diffusers and transformers
 
 
 class Loading(Protocol):
-    """components: the modules by component, as they were built; they may be changed and spread before `fill`."""
+    """Loads the components of a rank.
+
+    components: the built modules by component; they may be changed and spread over ranks before `fill`."""
 
     components: nn.ModuleDict
 
     def digest(self, dtype: torch.dtype) -> str:
-        """Return the digest of the checkpoint's weights in `dtype`. To be asked first of all."""
+        """Return the digest of the checkpoint's weights in `dtype`. Call it before anything else."""
 
     def fill(self, device: torch.device) -> None:
-        """Give parameters without memory their memory on `device`, and what the checkpoint says."""
+        """Allocate parameters without memory on `device`, and read their values from the checkpoint."""
 
 
 class WholeModel:
@@ -46,16 +48,16 @@ class WholeModel:
         return digest_tensors((name, p.to(dtype)) for name, p in self.components.named_parameters())
 
     def fill(self, device: torch.device) -> None:
-        """Do nothing: the weights were loaded."""
+        """Do nothing: the weights are already loaded."""
 
 
 class ShardedModel:
-    """Builds components without weights, and reads from the files what a rank keeps of each.
+    """Builds components without weights, and reads the rank's part of each from the files.
 
-    Weights have `dtype`, whatever the files have.
+    Weights have `dtype`, independent of the files' dtype.
 
-    ValueError, one line, if files and model have other names or shapes, or if a tensor that no file holds has no value.
-    """
+    Raises ValueError, one line, if names or shapes differ between files and model, or if a tensor that is in no file
+    has no value."""
 
     def __init__(self, policy: BuildsEmpty, dtype: torch.dtype) -> None:
         self.components = nn.ModuleDict(policy.build_components(dtype)).eval()
@@ -71,7 +73,7 @@ class ShardedModel:
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for name, _ in self.components.named_parameters():
                 component, _, weight = name.partition(".")
-                # Rounded as the weights are, on the way to `dtype`.
+                # Rounded to the weights' dtype first, like the weights themselves.
                 yield name, self._stored[component][weight][...].to(self._dtype).to(dtype)
 
         return digest_tensors(tensors())
@@ -118,7 +120,7 @@ def _indexed(index: Path) -> list[str]:
 
 
 def _refuse_without_value(component: str, module: nn.Module) -> None:
-    """Refuse tensors on the meta device that are no parameters and that no file holds, by name."""
+    """Refuse tensors on the meta device that are neither parameters nor in a file; name them."""
     for path, part in module.named_modules():
         unsaved = {name: part.get_buffer(name) for name in part._non_persistent_buffers_set}
         own = {name: value for name, value in vars(part).items() if name not in ("_parameters", "_buffers")}
@@ -136,7 +138,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def _refuse_others(folder: Path, module: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Refuse files with other names or shapes than the model has."""
+    """Refuse files whose names or shapes differ from the model's."""
     expected = module.state_dict()
     ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
     extra = {name for name in stored if name not in expected and not any(re.search(key, name) for key in ignored)}
@@ -155,7 +157,7 @@ def _refuse_others(folder: Path, module: nn.Module, stored: Mapping[str, Any]) -
 
 
 def _read(stored: Any, tensor: Tensor) -> None:
-    """Read what this rank keeps of a tensor, and cast it."""
+    """Read this rank's part of a tensor, and cast it."""
     if not isinstance(tensor, DTensor):
         tensor.copy_(stored[...])
     elif (local := tensor.to_local()).numel():

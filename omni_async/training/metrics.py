@@ -1,9 +1,9 @@
 """Collects metrics of one optimizer step.
 
-Recorded row by row together with their reduction, reduced once over rows and ranks.
+Metrics are recorded row by row with their reduction, and reduced once over rows and ranks.
 
-Recording costs no device synchronisation and no communication. `reduce` is collective. A rank records what it has rows
-of: one without any records nothing, and ranks that share a sequence record the same rows, which count once.
+Recording needs no device synchronisation and no communication. `reduce` is collective. A rank records only its own
+rows; a rank without rows records nothing. Ranks that share a sequence record the same rows, which count once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from omni_async.training.device import sum_of_rows
 Reduction = Literal["mean", "max", "absmax", "rms", "variance", "ess"]
 _Key: TypeAlias = tuple[bool, str, Reduction]  # the first: by step
 
-# What names of the run's own metrics begin with (docs/run-directory.md).
+# Prefixes of the names of the run's own metrics (docs/run-directory.md).
 # fmt: off
 _OF_THE_RUN = {
     "update", "reward", "staleness", "images", "images_per_s", "update_s", "wall_s", "loss", "grad_norm", "lr",
@@ -38,22 +38,23 @@ _NOTHING = torch.empty(0, dtype=torch.float64)
 
 
 class Metrics:
-    """ess: (mean w)^2 / mean w^2 of w = exp(value), in (0, 1], of values of any size.
+    """The metrics of one rank.
 
-    Weights are taken relative to the largest of all ranks."""
+    ess: (mean w)^2 / mean w^2 of w = exp(value), in (0, 1]. Weights are computed relative to the largest of all ranks,
+    so values may have any size."""
 
     def __init__(self, layout: ParallelLayout) -> None:
         self._layout = layout
-        # Values, and the denoising step of each; all rows are of one step where a metric is not reduced by step.
+        # Values, and the denoising step of each; a metric that is not reduced by step has step 0 for all rows.
         self._rows: dict[_Key, list[tuple[Tensor, list[int]]]] = defaultdict(list)
 
     def record(self, name: str, values: Tensor | float, reduction: Reduction = "mean") -> None:
         """Record a metric of rows.
 
         Args:
-            name: the one it is reported under.
+            name: its name in reports.
             values: of any shape; all count alike.
-            reduction: that over all values, of this rank and others."""
+            reduction: the reduction over all values of all ranks."""
         flat = torch.as_tensor(values).detach().reshape(-1)
         self._rows[False, name, reduction].append((flat, [0] * len(flat)))
 
@@ -66,19 +67,19 @@ class Metrics:
             name: reported as `name/step_03`.
             values: (R,).
             steps: the denoising step of each row, from 0.
-            reduction: that over a step's rows, of this rank and others."""
+            reduction: the reduction over a step's rows of all ranks."""
         self._rows[True, name, reduction].append((values.detach(), steps))
 
     def record_loss(self, loss: Tensor, advantage: Tensor, others: dict[str, Tensor]) -> None:
-        """Record what an objective computed of R rows.
+        """Record an objective's loss and metrics of R rows.
 
         Args:
             loss: (R,).
-            advantage: (R,), those that the losses were computed with.
+            advantage: (R,), the advantages in the losses.
             others: the objective's own metrics, names to (R,).
 
         Raises:
-            TrainingError: a metric has the name of one of the run's, which it would hide."""
+            TrainingError: a metric has the name of a metric of the run, and would hide it."""
         if taken := sorted(name for name in others if name.partition("/")[0] in _OF_THE_RUN):
             raise TrainingError(f"the objective's metrics {taken} have names of the run's own; give them others")
         self.record("loss", loss)
@@ -92,7 +93,7 @@ class Metrics:
         self._rows.clear()
 
     def reduce(self, num_steps: int) -> dict[str, float]:
-        """Return all metrics over all ranks, and forget them. `num_steps` is the number of denoising steps N."""
+        """Return all metrics over all ranks, and clear them. `num_steps` is the number of denoising steps N."""
         keys = self._recorded()
         if not keys:
             return {}
@@ -114,7 +115,7 @@ class Metrics:
         return result
 
     def _recorded(self) -> list[_Key]:
-        """Return what any rank has recorded."""
+        """Return the keys that any rank has recorded."""
         own = set(self._rows)
         of_ranks = [own] * self._layout.world_size
         if self._layout.world_size > 1:
@@ -123,7 +124,7 @@ class Metrics:
 
 
 def _tables(of_keys: Sequence[Sequence[tuple[Tensor, list[int]]]]) -> list[tuple[Tensor, Tensor]]:
-    """Return of each key the values of its records, (R,) float64 on the CPU, and the denoising step of each."""
+    """Return each key's recorded values, (R,) float64 on the CPU, and the denoising step of each value."""
     values = _on_host([values for records in of_keys for values, _ in records])
     tables = []
     for records in of_keys:
@@ -134,7 +135,7 @@ def _tables(of_keys: Sequence[Sequence[tuple[Tensor, list[int]]]]) -> list[tuple
 
 
 def _on_host(values: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors (n,) on the CPU. Values of a device come in one copy, because each copy waits for the device."""
+    """Return tensors (n,) on the CPU. Values on a device are copied at once, because each copy waits for the device."""
     away = [one.double() for one in values if one.device.type != "cpu"]
     if not away:
         return [*values]
@@ -143,15 +144,15 @@ def _on_host(values: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _tops(values: Tensor, steps: Tensor, reduction: Reduction, num_steps: int) -> Tensor:
-    """Return (num_steps,): the largest of each step's rows, -inf where there is none."""
+    """Return (num_steps,): the largest of each step's rows, -inf for a step without rows."""
     values = values.abs() if reduction == "absmax" else values
     return values.new_full((num_steps,), -math.inf).scatter_reduce_(0, steps, values, "amax")
 
 
 def _sums(values: Tensor, steps: Tensor, reduction: Reduction, tops: Tensor) -> Tensor:
-    """Return (num_steps, 3): of each step's rows the number, and the two sums that the reduction needs.
+    """Return (num_steps, 3): each step's number of rows, and the two sums that the reduction needs.
 
-    `tops` (num_steps,) are the largest over all ranks."""
+    `tops` (num_steps,) are the largest values over all ranks."""
     if reduction == "ess":
         values = (values - tops[steps]).exp()
     moments = torch.stack([torch.ones_like(values), values, values.square()], dim=1)

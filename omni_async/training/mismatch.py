@@ -1,6 +1,6 @@
-"""Records how far engine and trainer are apart under the same weights: by precision, kernels, or a fault.
+"""Records the mismatch of engine and trainer under the same weights, due to precision, kernels, or a fault.
 
-Rows of staleness 0 have it alone, in an update's first optimizer step; in all others the policy has moved on purpose.
+Only rows of staleness 0 in an update's first optimizer step show it; in all other rows the policy has moved on purpose.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Rows:
     velocity (R, ...): the trainer's.
     num_elements: D, the latent elements of a sample.
     steps: the denoising step of each row.
-    fresh: the rows of staleness 0, by number."""
+    fresh: the numbers of the rows of staleness 0."""
 
     nats: Tensor
     nats_per_velocity: Tensor
@@ -38,9 +38,9 @@ def record_mismatch(metrics: Metrics, rows: Rows, clipped: Tensor) -> None:
     """Record the rows of staleness 0.
 
     Args:
-        metrics: where.
-        rows: those of a micro-batch.
-        clipped: (R,), 1 for rows that the clip range or the correction takes."""
+        metrics: the metrics to record in.
+        rows: the rows of a micro-batch.
+        clipped: (R,), 1 for rows that the clip range or the correction excludes."""
     of_fresh = torch.zeros_like(rows.nats)
     fresh = send(torch.tensor(rows.fresh, dtype=torch.int64), rows.nats.device)
     of_fresh[fresh] = rows.nats[fresh]
@@ -62,9 +62,9 @@ def velocity_errors(rows: Rows) -> Tensor:
     """Estimate e / rms(v) of each row from its L alone: (R,) float64, whose rms over rows is the relative error.
 
     L ~ N(-q / 2, q) with q = (f e)^2, so <L^2> = q + q^2 / 4 and q = 2 (sqrt(1 + <L^2>) - 1). A row's own L^2 in place
-    of the expectation is exact for small and for large q. At worst, near q = 3, e comes out 10 % too small."""
+    of the expectation is exact for small and for large q. At worst, near q = 3, e is 10 % too small."""
     squares = rows.nats.square()
-    q = 2 * squares / (squares.add(1).sqrt() + 1)  # which keeps the digits of a small L
+    q = 2 * squares / (squares.add(1).sqrt() + 1)  # this form keeps the digits of a small L
     rms = rows.velocity.detach().square().flatten(1).mean(dim=1, dtype=torch.float64).sqrt()
     per_unit = rows.nats_per_velocity * rms
     return torch.where(per_unit > 0, q.sqrt() / per_unit, 0.0)
@@ -75,8 +75,8 @@ def clipped_rows(metrics: Mapping[str, Tensor], weight: Tensor | None, like: Ten
 
     Args:
         metrics: the objective's, each (R,).
-        weight: (R,), the correction's; None: there is none.
-        like: (R,), of the result's dtype and device."""
+        weight: (R,), the correction's; None: no correction.
+        like: (R,), with the result's dtype and device."""
     found = torch.zeros_like(like, dtype=torch.bool) if weight is None else weight == 0
     for name in ("clipped_low", "clipped_high", "dropped"):
         if name in metrics:

@@ -1,7 +1,7 @@
-"""Holds the trained components of one rank as torch modules: what the backends that train modules have in common.
+"""Holds the trained components of one rank as torch modules: the common base of the backends that train modules.
 
 Master weights are float32. With `model.dtype: bfloat16` the compute is bfloat16. Frozen weights (the base under LoRA)
-are held in `model.dtype`, since nothing ever adds to them.
+are held in `model.dtype`, since nothing is ever added to them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from omni_async.weights.lora import diffusers_name, is_injected_adapter
 class ModuleBackend:
     """A `TrainBackend` whose model is a policy's components as modules, whole on every rank.
 
-    A subclass says what is different: how they are loaded and placed, in what context they compute, how ranks'
-    gradients come together.
+    A subclass overrides how components are loaded and placed, the context of forward passes, and the reduction of
+    gradients over ranks.
 
-    components: the modules the optimizer works on, in eval mode (no dropout: log-probs must be those of the engines).
+    components: the modules that the optimizer changes, in eval mode (no dropout: log-probs must equal the engines').
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ModuleBackend:
         for auxiliary in stored_policies(objective, config):
             self.auxiliary.keep_copy(auxiliary)
         self.optimizer = build_optimizer(config.trainer.optimizer, self.trainable.values(), device)
-        # Checkpoints are written while ranks train: their collectives must not meet those of training.
+        # Checkpoints are written while ranks train, so their collectives need a separate group.
         self._saving_group = dist.new_group(backend="gloo") if layout.world_size > 1 else None
         self._stager = checkpoint.build_stager(self.weights_device)
         self._saving: Future[Any] | None = None
@@ -88,11 +88,11 @@ class ModuleBackend:
         return WholeModel(self.policy, dtype)
 
     def add_adapters(self, lora: Lora) -> None:
-        """Freeze the components and add what is trained in their place."""
+        """Freeze the components and add the adapters, which are trained instead."""
         add_adapters(self.components, lora, self.config.run.seed)
 
     def place(self, component: nn.Module) -> None:
-        """Put one component, which may have no memory yet, where it is trained, whole or in parts."""
+        """Put a component, which may have no memory yet, on the devices that train it, whole or in parts."""
         component.to(self.device)
 
     def backward(self, losses: Tensor, weight: float) -> None:
@@ -101,7 +101,7 @@ class ModuleBackend:
 
     @property
     def weights_device(self) -> torch.device:
-        """Where weights lie between their uses."""
+        """Return the device of weights between their uses."""
         return self.device
 
     def computing(self) -> AbstractContextManager[object]:
@@ -166,7 +166,7 @@ class ModuleBackend:
         return {diffusers_name(name): p for name, p in named if is_injected_adapter(name) == adapters}
 
     def begin_save(self, folder: Path) -> Future[Any]:
-        wait([self._saving] if self._saving is not None else [])  # it is written from the memory that is filled now
+        wait([self._saving] if self._saving is not None else [])  # both use the same staging memory
         self._saving = checkpoint.begin_save(
             folder, self.trainable, self.auxiliary.tensors(), self.optimizer, self._saving_group, self._stager
         )
@@ -189,7 +189,7 @@ class PlainBackend(ModuleBackend):
 def _round_time(
     dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Cast the time, which is known by the name that diffusers gives it, to the dtype that engines compute in."""
+    """Cast the time, found by diffusers' name for it, to the dtype of the engines' computation."""
     return args, kwargs | {"timestep": kwargs["timestep"].to(dtype)}
 
 
@@ -203,15 +203,17 @@ def repeated_layers(component: nn.Module) -> list[nn.Module]:
 
 
 def compile_layers(component: nn.Module, rank: int) -> None:
-    """Have the repeated layers compiled at their first call, with a cache of this rank's own. ValueError for none."""
+    """Compile the repeated layers at their first call, with a separate cache per rank.
+
+    Raises ValueError without such layers."""
     layers = repeated_layers(component)
     if not layers:
         raise ValueError(
             f"trainer.compile: {type(component).__name__} has no list of repeated layers to compile; leave it out"
         )
-    # Ranks of one machine that compile at once would read each other's half-written files.
+    # Ranks that compile concurrently on one machine would read each other's half-written files.
     given = Path(os.environ.get(_CACHE) or default_cache_dir())
-    base = given.parent if given.name.startswith(_OWN) else given  # a rank's, set by an earlier component
+    base = given.parent if given.name.startswith(_OWN) else given  # this rank's, set for an earlier component
     os.environ[_CACHE] = str(base / f"{_OWN}{rank}")
     for layer in layers:
         layer.compile()

@@ -1,6 +1,6 @@
 """Builds the optimizer, and computes the learning rate and the decay of the moving average.
 
-Both are pure functions of the optimizer step, so resuming needs no state."""
+The latter two are pure functions of the optimizer step, so resuming needs no state."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def build_optimizer(
 
     Args:
         config: `trainer.optimizer`.
-        parameters: the trained ones; under `trainer.offload` they are on the CPU.
-        device: where the rank computes."""
+        parameters: the trained parameters; with `trainer.offload` they are on the CPU.
+        device: the rank's device."""
     if config.name == "sgd":
         return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
     fused = config.fused
@@ -35,7 +35,7 @@ def build_optimizer(
         betas=config.betas,
         eps=config.eps,
         weight_decay=config.weight_decay,
-        fused=fused or None,  # None leaves torch its default, which False would change
+        fused=fused or None,  # None keeps torch's default, which False would change
     )
 
 
@@ -48,8 +48,8 @@ def has_fused_adamw(device: torch.device) -> bool:
 def learning_rate(trainer: Trainer, step: int) -> float:
     """Return the rate of optimizer step `step` (from 0).
 
-    Linear warm-up that reaches `lr` at step `warmup_steps - 1`, then the schedule, which would reach 0 one step after
-    the run's last."""
+    A linear warm-up reaches `lr` at step `warmup_steps - 1`. The schedule then decays, and would reach 0 one step after
+    the run's last step."""
     config = trainer.optimizer
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -72,7 +72,7 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def gradient_norm(grads: list[torch.Tensor]) -> float:
-    """Return the global 2-norm over all ranks' shards. Collective where gradients are sharded."""
+    """Return the global 2-norm over all ranks' shards. Collective if gradients are sharded."""
     norm = torch.nn.utils.get_total_norm(grads)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
@@ -88,6 +88,6 @@ def ema_decay(step: int, decay: float, warmup: Literal["ratio", "linear"] = "rat
     Args:
         step: the optimizer step, from 0.
         decay: the decay after warm-up.
-        warmup: `ratio` min((1 + step) / (10 + step), decay), as flow_grpo does; `linear` min(.001 step, decay), as AWM
-            does."""
+        warmup: `ratio` min((1 + step) / (10 + step), decay), as in flow_grpo; `linear` min(.001 step, decay), as in
+            AWM."""
     return min((1 + step) / (10 + step) if warmup == "ratio" else 0.001 * step, decay)

@@ -1,6 +1,4 @@
-"""Defines what a rank's engine needs of a kind of loss.
-
-Rows in micro-batches, their losses, and the end of steps and updates."""
+"""Defines the interface of a kind of loss: rows in micro-batches, their losses, and the end of steps and updates."""
 
 from __future__ import annotations
 
@@ -29,38 +27,38 @@ Rows = TypeVar("Rows")
 
 class RowLoss(Protocol[Rows]):
     def batches(self, group: GroupBatch) -> Iterator[tuple[Rows, bool]]:
-        """Yield this rank's micro-batches and whether they count; as many on every rank.
+        """Yield this rank's micro-batches and whether they count; equally many on every rank.
 
-        ValueError for an unusable group."""
+        Raises ValueError for an unusable group."""
 
     def losses(self, group: GroupBatch, rows: Rows, counts: bool) -> Tensor:
         """Return the losses (R,) of a micro-batch, with gradient.
 
         Args:
-            group: the one that the rows are of.
-            rows, counts: as `batches` yielded them; metrics of rows that count are recorded."""
+            group: the group of the rows.
+            rows, counts: from `batches`; metrics of rows that count are recorded."""
 
     def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
-        """Recompute proximal log-probs: this rank's samples under the current weights, remembered until `end_update`.
+        """Recompute proximal log-probs of this rank's samples under the current weights; store them until `end_update`.
 
-        Returns their drifts in order, none of a sample that does not count."""
+        Returns the samples' drifts in order, without samples that do not count."""
 
     def gradient_normaliser(self) -> tuple[float, float]:
         """Return two sums over this rank's rows since the last step.
 
-        The gradient must be multiplied by their quotient, once summed over ranks."""
+        The caller sums them over ranks, and multiplies the gradient by their quotient."""
 
     def end_step(self) -> None:
-        """End an optimizer step; the update goes on."""
+        """End an optimizer step that is not the last of its update."""
 
     def end_update(self, progress: float) -> None:
-        """End the update, completed or discarded. `progress` is the share of the run's updates that is done."""
+        """End the update, completed or discarded. `progress` is the completed share of the run's updates."""
 
 
 class LossOfObjective:
-    """What the built-in `RowLoss`es have in common: the objective, and what rows are made and computed with.
+    """The common base of the built-in `RowLoss`es: the objective, and the tools to build and compute rows.
 
-    It has no proximal policy and no normaliser, and keeps nothing from step to step."""
+    It has no proximal policy and no normaliser, and keeps no state between steps."""
 
     def __init__(
         self,
@@ -102,8 +100,8 @@ class LossOfObjective:
     def _computed(self, inputs: TransitionInputs | ForwardInputs) -> ObjectiveOutput:
         """Compute the objective of R rows.
 
-        TrainingError, with the objective's name, if it raises, or returns anything but numbers per row: another shape
-        would be averaged into some gradient."""
+        Raises TrainingError, with the objective's name, if the objective raises, or does not return one number per row:
+        another shape would be averaged into a wrong gradient."""
         where = f"objective {self._objective.name} ({self._objective.compute})"
         try:
             output = self._compute(inputs, self._algorithm)

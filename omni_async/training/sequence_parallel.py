@@ -1,14 +1,14 @@
-"""Lets the ranks of a sequence group compute each row together, every one a part of its tokens (Ulysses).
+"""Lets the ranks of a sequence group compute each row together, each a part of its tokens (Ulysses).
 
 Activations of long videos and large images then fit, and a row takes a part of the time.
 
-Between attentions a rank has some tokens and all heads, in an attention all tokens and some heads. A denoiser goes in
-whole and its velocity comes out whole, the same on every rank of the group; a rank's gradient is that of its tokens.
-FSDP2 averages over all ranks, of a group and of others alike, so the engine's factor for that average makes the sum
-that both want. diffusers has plans of how for some denoisers; others have one of our own (`OwnExchange`), where ranks
-need not have equally many tokens, so nothing is padded and nothing has to be masked.
+Between attentions a rank has some tokens and all heads; in an attention it has all tokens and some heads. A denoiser's
+input and its velocity are whole, and the same on every rank of the group. A rank's gradient covers its own tokens.
+FSDP2 averages over all ranks, inside and outside the group. The engine's factor for that average turns both into sums,
+as needed. diffusers has context-parallel plans for some denoisers. Others have an `OwnExchange`, whose ranks may have
+different numbers of tokens, so it needs no padding and no mask.
 
-Each rank waits, in every attention, for the other ranks of the group; all of them compute the same rows, so they meet.
+In every attention, each rank waits for the other ranks of the group. They compute the same rows, so the wait ends.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ def enable(
     """Make the denoisers compute rows together with the other ranks of this rank's sequence group.
 
     Collective over all ranks. Call it after adapters and gradient checkpointing, and before `fully_shard` over all
-    ranks. A denoiser whose attention does not follow its plan is refused in its first forward, with a TrainingError.
+    ranks. A denoiser whose attention does not follow its plan raises a TrainingError in its first forward.
 
     Args:
-        components: the denoisers by component, which are changed.
+        components: the denoisers by component; they are modified.
         plan: the policy's `sequence_plan`.
-        layout: this rank's place among all.
-        device: where this rank computes.
+        layout: this rank's place among all ranks.
+        device: this rank's device.
 
     Raises:
-        ValueError: a denoiser has no plan of how to."""
+        ValueError: a denoiser has no plan."""
     mesh = init_device_mesh(
         device.type, (layout.data_size, 1, layout.sequence), mesh_dim_names=("data", "ring", "ulysses")
     )
@@ -69,14 +69,14 @@ def enable(
 def _follow_plan_of_diffusers(denoiser: Any, mesh: DeviceMesh) -> None:
     from diffusers import ContextParallelConfig
 
-    # It warns that it is experimental, and of every time that it has no need to split.
+    # diffusers warns that this is experimental, and whenever it does not need to split.
     for name in ("diffusers.models.modeling_utils", "diffusers.hooks.context_parallel"):
         logging.getLogger(name).setLevel(logging.ERROR)
     denoiser.enable_parallelism(config=ContextParallelConfig(ulysses_degree=mesh["ulysses"].size(), mesh=mesh))
 
 
 def _with_whole_text(forward: Callable[..., Any], masked_text: Mapping[str, str], multiple: int) -> Callable[..., Any]:
-    """Pad texts to a multiple of the ranks and mask the padding. It stands at the end, where it moves no position."""
+    """Pad texts at the end, where padding moves no position, to a multiple of the ranks, and mask the padding."""
 
     @functools.wraps(forward)
     def padded(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ def _pad(text: Tensor, mask: Tensor | None, multiple: int) -> tuple[Tensor, Tens
 
 
 def _watched(denoiser: nn.Module) -> Callable[..., Any]:
-    """Return the denoiser's forward, which the first time is watched."""
+    """Return the denoiser's forward, with a check of its first call."""
     forward, name, seen = denoiser.forward, type(denoiser).__name__, False
 
     @functools.wraps(forward)
@@ -117,8 +117,8 @@ def _watched(denoiser: nn.Module) -> Callable[..., Any]:
 class _Watch(TorchFunctionMode):
     """Counts self-attentions with and without an exchange of tokens before them.
 
-    A denoiser whose attention ignores its plan fails nowhere: each rank attends to its own tokens, and the loss is a
-    little wrong. Attention to the `text` tokens alone, of which every rank has all, needs no exchange."""
+    A denoiser whose attention ignores its plan raises no error: each rank attends to its own tokens, and the loss is
+    slightly wrong. Attention to the `text` tokens alone needs no exchange, since every rank has all text tokens."""
 
     def __init__(self, text: int | None) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class _Watch(TorchFunctionMode):
         self._exchanges, self._needed = 0, 2 if exchanged else 1  # one exchange brings an attention's tokens back
 
     def require_exchanges(self, name: str) -> None:
-        """TrainingError unless there were self-attentions, and tokens were exchanged for each."""
+        """Raise TrainingError unless there were self-attentions, and tokens were exchanged for each."""
         if self._alone or not self._attentions:
             raise TrainingError(
                 f"trainer.sequence_parallel: {self._alone} of {self._attentions} self-attentions of {name} see the"
@@ -154,7 +154,7 @@ class _Watch(TorchFunctionMode):
 class TokenGroup:
     """The ranks that share the tokens of a row.
 
-    `group` carries tensors of the device, `counts` those of the CPU, so that an accelerator need not wait for a number.
+    `group` exchanges tensors on the device; `counts` exchanges numbers on the CPU, so that no accelerator waits.
     """
 
     def __init__(self, group: dist.ProcessGroup, counts: dist.ProcessGroup) -> None:
@@ -169,13 +169,13 @@ class TokenGroup:
     def whole(self, part: Tensor) -> Tensor:
         """Return all tokens (B, L, C) of every rank's `part`.
 
-        All ranks compute the same loss of them, so the gradient of a part is its own slice, and parameters get theirs
-        as the sum over ranks."""
+        All ranks compute the same loss, so the gradient of a part is its own slice. The gradient of parameters is the
+        sum over ranks."""
         whole: Tensor = _Whole.apply(part, self.lengths(part.shape[1]), self)  # type: ignore[no-untyped-call]
         return whole
 
     def lengths(self, own: int) -> list[int]:
-        """Return how many tokens each rank brings. No rank can know: of 5 tokens and of 4 the last of two has 2."""
+        """Return each rank's number of tokens. A rank cannot compute it: of 4 or 5 tokens, the second of two has 2."""
         found = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(found, torch.tensor([own]), group=self._counts)
         return [int(length) for length in found]
@@ -185,13 +185,13 @@ class TokenGroup:
 
         Args:
             query, key, value: (B, H, L, D) of this rank's L tokens; the number of ranks divides H.
-            options: further ones of torch's `scaled_dot_product_attention`."""
+            options: further options of torch's `scaled_dot_product_attention`."""
         lengths = self.lengths(query.shape[2])
         query, key, value = self._to_heads(torch.cat([query, key, value]), lengths).chunk(3)
         return self._to_tokens(F.scaled_dot_product_attention(query, key, value, **options), lengths)
 
     def _to_heads(self, x: Tensor, lengths: list[int]) -> Tensor:
-        """Turn (B, H, own tokens, D) to (B, H / ranks, all tokens, D)."""
+        """Turn (B, H, own tokens, D) into (B, H / ranks, all tokens, D)."""
         sent = x.unflatten(1, (self.size, -1)).movedim(1, 0)
         _, batch, heads, own, width = sent.shape
         each = batch * heads * width
@@ -208,7 +208,7 @@ class TokenGroup:
         return torch.cat([part.view(batch, heads, own, width) for part in arrived], dim=1)
 
     def _exchange(self, sent: Tensor, arriving: list[int], leaving: list[int]) -> tuple[Tensor, ...]:
-        """Return what each rank sent to this one, flat, of the numbers of elements in `arriving`."""
+        """Return the flat tensors that the ranks sent to this rank; `arriving` has their numbers of elements."""
         return all_to_all_single_autograd(sent.flatten(), arriving, leaving, self.group).split(arriving)
 
 
@@ -258,12 +258,12 @@ class _Exchanging(TorchFunctionMode):
 def install(denoiser: nn.Module, plan: OwnExchange, ranks: TokenGroup) -> None:
     """Make the repeated layers of `denoiser` compute this rank's part of the tokens.
 
-    What is computed again in backward exchanges again.
+    Recomputation in backward repeats the exchange.
 
     Args:
-        denoiser: the whole one, which is changed.
-        plan: where it is cut.
-        ranks: those that share a row's tokens."""
+        denoiser: the whole denoiser; it is modified.
+        plan: the modules at which it is cut.
+        ranks: the ranks that share a row's tokens."""
     layers = list(denoiser.get_submodule(plan.layers).children())
     for layer in layers:
         layer.forward = _exchanging(layer.forward, ranks)

@@ -1,7 +1,7 @@
-"""Reads trained weights out of a checkpoint, for whoever does not go on training: no optimizer and no process group.
+"""Reads trained weights from a checkpoint without continuing training: needs no optimizer and no process group.
 
-Any number of ranks may have written it. Tensors are read when they are asked for, so that a part of a large model can
-be had without the rest.
+Any number of ranks may have written it. Tensors are read on request, so that a part of a large model can be read
+without the rest.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ _AT_ONCE = 4 * 2**30
 
 
 class TrainedWeights:
-    """The trained tensors of a checkpoint, of one of the policies in it.
+    """The trained tensors of one policy in a checkpoint.
 
-    policy: `drawing`: the one that draws samples and is validated, which is DiffusionNFT's old policy and else the one
-    in training; `trained`: that one in any case; `old`; `ema`: the moving average of `trainer.ema`.
-    drew: whether it is the policy that drew samples and was validated.
-    not_finite: the names of the tensors that were read and hold a NaN or an infinity.
-    is_adapter: whether they are LoRA factors (`<layer>.lora_A.weight`, `<layer>.lora_B.weight`) and not weights.
+    policy: `drawing`: the policy that generates samples and is validated (DiffusionNFT's old policy, for other
+        objectives the policy in training); `trained`: the policy in training; `old`; `ema`: the moving average of
+        `trainer.ema`.
+    drew: whether the policy generated samples and was validated.
+    not_finite: the names of the tensors read so far that contain a NaN or an infinity.
+    is_adapter: whether the tensors are LoRA factors (`<layer>.lora_A.weight`, `<layer>.lora_B.weight`), not weights.
 
-    Raises TrainingError, one line, if the checkpoint cannot be read or has no such policy."""
+    Raises TrainingError, one line, if the checkpoint cannot be read or does not have the policy."""
 
     def __init__(self, checkpoint: Path, policy: Which = "drawing") -> None:
         self._folder = checkpoint / FOLDER
@@ -60,14 +61,14 @@ class TrainedWeights:
         self.is_adapter = any(key.endswith((".lora_A.weight", ".lora_B.weight")) for key in self._stored)
 
     def _require_stored(self) -> None:
-        """Refuse tensors larger than the files: a header may state any shape, and memory is taken by it."""
+        """Refuse tensors larger than the files: a header may claim any shape, and memory is allocated by the header."""
         held = sum(file.stat().st_size for file in self._folder.glob("*.safetensors"))
         asked = sum(math.prod(one.size) * one.properties.dtype.itemsize for one in self._stored.values())
         if asked > held:
             raise TrainingError(f"{self._folder} cannot be read: its tensors have {asked} bytes, and its files {held}")
 
     def names(self, component: str) -> list[str]:
-        """Return the names of a component's trained tensors, as diffusers calls them."""
+        """Return the diffusers names of a component's trained tensors."""
         start = f"{component}."
         return sorted(key.removeprefix(start) for key in self._stored if key.startswith(start))
 
@@ -79,11 +80,11 @@ class TrainedWeights:
         return tuple(self._stored[f"{component}.{name}"].size)
 
     def read(self, component: str, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Return tensors of a component on the CPU, in the dtype they were trained in.
+        """Return tensors of a component on the CPU, in the dtype of training.
 
         Args:
-            component: the folder's name in the model, `transformer` say.
-            names: those wanted; None: all of it.
+            component: the folder's name in the model, such as `transformer`.
+            names: the names to read; None: all.
 
         Raises:
             TrainingError: they cannot be read; one line."""
@@ -101,14 +102,14 @@ class TrainedWeights:
         return tensors
 
     def stream(self, component: str, most: int = _AT_ONCE) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors of a component with their names, so that memory never holds a whole model for it.
+        """Yield all tensors of a component with their names, without holding the whole component in memory.
 
         Args:
-            component: as of `read`.
-            most: bytes that are read at a time, or one tensor that is larger.
+            component: as in `read`.
+            most: bytes to read at a time; a larger tensor is read alone.
 
         Raises:
-            TrainingError: as `read`."""
+            TrainingError: as in `read`."""
         waiting: list[str] = []
         held = 0
         for name in self.names(component):

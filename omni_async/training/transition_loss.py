@@ -1,9 +1,9 @@
 """Computes losses of transition objectives: one row is one trained denoising step of one sample.
 
-Rows are those of `transition_rows`. `correction.mode` decides which policy a ratio is taken to. The proximal policy of
-an update is the trainer's weights at its start. With one optimizer step per update it is the policy in training, and
-the same forward pass evaluates it. Otherwise, and where a correction looks at the whole update, its log-probs are
-recomputed in a separate pass when a group arrives (`recompute_proximal`), and kept here until the update is over.
+`transition_rows` builds the rows. `correction.mode` selects the denominator of the ratio. The proximal policy of an
+update is the trainer's weights at its start. With one optimizer step per update it is the policy in training, and the
+same forward pass evaluates it. Otherwise, and if a correction needs the whole update, its log-probs are recomputed in a
+separate pass when a group arrives (`recompute_proximal`), and stored here until the update is over.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from omni_async.types import SampleDrift
 
 @dataclass(frozen=True)
 class Proximal:
-    """R rows under the proximal policy: log_prob (R,) float64, mean (R, *shape) where it was kept, kappa (R,) float64.
+    """R rows under the proximal policy: log_prob (R,) float64, mean (R, *shape) or None, kappa (R,) float64 or None.
 
-    D kappa in nats, the exact KL of each step from the policy that took it, where that one's means are known."""
+    `mean` is None if it was not kept. `kappa` is D kappa in nats, the exact KL of each step from the policy that took
+    it; None if that policy's means are unknown."""
 
     log_prob: Tensor
     mean: Tensor | None
@@ -45,7 +46,7 @@ class Proximal:
 
 
 def under_current(rows: TransitionRows, step: Transition, log_prob: Tensor) -> Proximal:
-    """Take the policy in training as the proximal one. Detached.
+    """Return these rows with the policy in training as the proximal policy, detached.
 
     Args:
         rows: read for the behaviour policy's means.
@@ -62,7 +63,7 @@ RowKey = tuple[int, int, int]  # group, sample, number among the sample's traine
 
 
 def row_keys(group: GroupBatch, rows: TransitionRows) -> list[RowKey]:
-    """Return the keys of rows, which do not change when groups are joined."""
+    """Return the keys of rows; joining groups does not change them."""
     return [(*group.sample_ids[sample], n) for sample, n in rows.row_ids]
 
 
@@ -74,11 +75,11 @@ class ProximalPasses:
         self._rows: dict[RowKey, Proximal] = {}
 
     def remember(self, keys: Sequence[RowKey], found: Proximal) -> None:
-        """Keep the rows of a pass.
+        """Store the rows of a pass.
 
         Args:
             keys: of the rows, as `row_keys` returns them.
-            found: these rows; their means are kept where `keep_means` says so."""
+            found: these rows; their means are stored only with `keep_means`."""
         means = found.mean.cpu() if found.mean is not None and self._keep_means else None
         log_probs, kappas = found.log_prob.cpu(), None if found.kappa is None else found.kappa.cpu()
         for i, key in enumerate(keys):
@@ -86,11 +87,11 @@ class ProximalPasses:
             self._rows[key] = Proximal(log_probs[i], mean, kappa)
 
     def recall(self, keys: Sequence[RowKey], device: torch.device) -> Proximal | None:
-        """Return rows of a pass, or None if there was none.
+        """Return rows of a pass, or None if there was no pass.
 
         Args:
-            keys: as `remember` took them; either all of these rows were in a pass, or none.
-            device: where the rows are put."""
+            keys: as in `remember`; either all of these rows were in a pass, or none.
+            device: the device of the result."""
         if keys[0] not in self._rows:
             return None
         found = [self._rows[key] for key in keys]
@@ -108,10 +109,10 @@ class ProximalPasses:
 def sample_drifts(
     row_ids: Sequence[tuple[int, int]], log_ratio: Tensor, kappa: Tensor | None, num_elements: int
 ) -> list[SampleDrift]:
-    """Collect rows back into samples, in the order of their ids, whatever the order of the rows.
+    """Collect rows into samples, in the order of their ids, for any order of the rows.
 
     Args:
-        row_ids: as `TransitionRows` has them.
+        row_ids: as in `TransitionRows`.
         log_ratio: (R,) float64, of the whole sample in nats.
         kappa: (R,) float64, D kappa in nats; None: unknown.
         num_elements: D, the latent elements of a sample."""
@@ -151,8 +152,8 @@ class TransitionLoss(LossOfObjective):
         samples = zip(group.trajectories, chosen, strict=True)
         needs = [self._component(t, k) for t, positions in samples for k in positions]
         rows = range(len(needs))
-        # A denoiser may take calls that are conditioned on an image apart from those that are not, and all ranks must
-        # call it as often: rows of one call share micro-batches, unless whole samples do.
+        # A denoiser may separate calls with and without a conditioning image, and all ranks must call it equally often.
+        # So rows of the same call share micro-batches, unless whole samples stay together.
         per_call = count if self._whole_samples else count // calls
         for first in range(0, count, per_call):
             part = [row for row in rows if first <= row % count < first + per_call]
@@ -201,7 +202,7 @@ class TransitionLoss(LossOfObjective):
         if counts:
             self._record_drift(rows, drift)
             self._record_modalities(rows, step, group.spec)
-            if self._first_step:  # later steps of an update have moved away on purpose
+            if self._first_step:  # in later steps of an update the policy has moved on purpose
                 nats = self._nats(rows, step.scale, proximal.log_prob)
                 found = Rows(nats, step.nats_per_velocity, velocity, rows.num_elements, rows.steps, rows.fresh)
                 record_mismatch(self._metrics, found, clipped_rows(output.metrics, weight, nats))
@@ -250,7 +251,7 @@ class TransitionLoss(LossOfObjective):
         return step, log_prob(self._sde.kind, rows.next_latents, step.mean, step.scale), velocity
 
     def _transition(self, rows: TransitionRows, velocity: Tensor) -> Transition:
-        # Unrounded, as the engines have it.
+        # In float64, unrounded, as in the engines.
         noise_level = torch.full_like(rows.sigma, self._sde.noise_level, dtype=torch.float64)
         return transition(
             self._sde.kind, rows.latents, velocity, rows.sigma, rows.sigma_next, rows.sigma_max, noise_level
@@ -259,7 +260,7 @@ class TransitionLoss(LossOfObjective):
     def _old(
         self, mode: str, rows: TransitionRows, current: Tensor, proximal: Proximal
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log-prob and mean of the policy that the ratio is taken to in a mode of `algorithm.correction`."""
+        """Return log-prob and mean of the ratio's denominator in a mode of `algorithm.correction`."""
         if mode in ("decoupled", "none"):
             return proximal.log_prob, proximal.mean
         if mode == "bypass":
@@ -267,7 +268,7 @@ class TransitionLoss(LossOfObjective):
         return interpolated_log_prob(rows.behaviour_log_prob, current, rows.staleness), None
 
     def _drift(self, rows: TransitionRows, scale: Tensor, proximal: Proximal) -> Drift:
-        """Return the drift (R, 1), every row on its own, from the policy that took the steps to the proximal one."""
+        """Return the drift (R, 1), separately for every row, from the behaviour policy to the proximal policy."""
         value = proximal.log_prob
         if self._correction.mode == "interpolated":
             value = interpolated_log_prob(rows.behaviour_log_prob, value, rows.staleness)
@@ -275,14 +276,14 @@ class TransitionLoss(LossOfObjective):
         return Drift(self._nats(rows, scale, value)[:, None], kappa)
 
     def _nats(self, rows: TransitionRows, scale: Tensor, value: Tensor) -> Tensor:
-        """Return the log-ratios of the whole sample to the recorded log-probs of `value`, (R,) float64."""
+        """Return the log-ratios, in nats of the whole sample, of `value` to the recorded log-probs: (R,) float64."""
         return self._nats_per_log_prob(rows, scale) * (value - rows.behaviour_log_prob)
 
     def _nats_per_log_prob(self, rows: TransitionRows, scale: Tensor) -> Tensor:
         return nats_per_log_prob(self._sde.kind, scale.double(), rows.num_elements)
 
     def _row_weights(self, rows: TransitionRows, drift: Drift, counts: bool) -> Tensor | None:
-        """Return the weights of these rows that need no other rows of the update; None if nothing is corrected."""
+        """Return the weights of these rows, for corrections that need no other rows; None without a correction."""
         c = self._correction
         if c.weights == "none" and not c.masks:
             return None
@@ -312,7 +313,7 @@ class TransitionLoss(LossOfObjective):
         self._record_staleness(rows.staleness)
 
     def _record_modalities(self, rows: TransitionRows, step: Transition, spec: SamplingSpec) -> None:
-        """Record log-probs of the policy in training, and its log-ratios in nats, of each modality of the samples."""
+        """Record, for each modality, the log-probs of the policy in training and its log-ratios in nats."""
         if rows.behaviour_by_modality is None:
             return
         modalities, mean, kind = modalities_of(self._policy, spec), step.mean.detach(), self._sde.kind

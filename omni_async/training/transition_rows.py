@@ -1,7 +1,7 @@
-"""Makes rows of trained denoising steps: chooses the steps of a sample, and puts what a loss reads on the device.
+"""Builds rows of trained denoising steps: chooses the steps of a sample, and puts the inputs of a loss on the device.
 
-Rows are sample-major, (sample 0, step 0), (sample 0, step 1), ...; a sample of several calls has the steps of all of
-them, one call after the other.
+Rows are sample-major, (sample 0, step 0), (sample 0, step 1), ...; a sample of several calls has the steps of all
+calls, one call after the other.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from omni_async.training.groups import GroupBatch, MicroBatch, Needs, find_step
 
 @dataclass(frozen=True)
 class TransitionRows:
-    """R rows on the trainer's device, float32 but for log-probs and weights (float64) and staleness (int64).
+    """R rows on the trainer's device, float32 except for log-probs and weights (float64) and staleness (int64).
 
-    Latents, next_latents and behaviour_mean (R, *shape), behaviour_by_modality (R, M), all other tensors (R,). `steps`,
-    `fresh`, the rows of staleness 0 by number, `row_ids`, each (sample, number among the sample's trained rows), and
-    `needs` stay on the host."""
+    latents, next_latents and behaviour_mean (R, *shape), behaviour_by_modality (R, M), all other tensors (R,). Four
+    fields stay on the host: `steps`; `fresh`, the numbers of rows of staleness 0; `row_ids`, each (sample, number among
+    the sample's trained rows); and `needs`."""
 
     latents: Tensor
     next_latents: Tensor
@@ -52,13 +52,13 @@ class TransitionRows:
 
 
 def trained_steps(seed: int, window: int, fraction: float, calls: int = 1) -> list[int]:
-    """Return the positions of a sample's steps that are trained, in order: `num_trained` of every call.
+    """Return the positions of a sample's trained steps, in order: `num_trained` of every call.
 
     Args:
-        seed: the sample's, from which they are drawn.
-        window: W, the number of a call's steps that could be trained; those of call k have the positions from k W on.
+        seed: the sample's, for the draw.
+        window: W, the number of a call's trainable steps; the steps of call k have positions k W, k W + 1, ...
         fraction: `algorithm.timestep_fraction`.
-        calls: how many the sample has."""
+        calls: the sample's number of calls."""
     count = num_trained(window, fraction)
     if count == window:
         return list(range(calls * window))
@@ -79,11 +79,11 @@ def build_rows(
 
     Args:
         group: this rank's samples, checked.
-        chosen: the window positions that are trained of each sample, as many of every one.
+        chosen: the trained window positions of each sample, equally many for every sample.
         batch: the rows to build, by their number in the group.
         needs: the component of every row of the group.
         policy: stacks the conditioning.
-        device: where the rows are put."""
+        device: the device of the rows."""
     row_ids = [divmod(i, len(chosen[0])) for i in batch.rows]
     pairs = [(sample, chosen[sample][n]) for sample, n in row_ids]
     found = [find_step(group.trajectories[sample], position) for sample, position in pairs]

@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint, EntryPoints, entry_points
 import msgspec
 import pytest
 
-from omni_async.algorithms import registry, validation
+from omni_async.algorithms import validation
 from omni_async.algorithms.kinds import samples_per_rank, trajectory_fields
 from omni_async.algorithms.registry import BUILT_IN, Objective, find_objective, nft_decay, objective_names
 from omni_async.algorithms.validation import problems
@@ -102,9 +102,9 @@ def installed(monkeypatch):
     """Returns a function that has packages register objectives: names, and attributes of this file."""
 
     def install(**points):
-        found = EntryPoints(EntryPoint(name, f"{__name__}:{at}", registry.OBJECTIVES) for name, at in points.items())
+        found = EntryPoints(EntryPoint(name, f"{__name__}:{at}", lookup.OBJECTIVES) for name, at in points.items())
         monkeypatch.setattr(
-            lookup, "entry_points", lambda group: found if group == registry.OBJECTIVES else entry_points(group=group)
+            lookup, "entry_points", lambda group: found if group == lookup.OBJECTIVES else entry_points(group=group)
         )
 
     return install

@@ -218,7 +218,7 @@ async def test_a_sample_that_reward_workers_die_of_is_rejected_in_the_end_and_ta
 async def test_a_sample_that_takes_its_scorer_down_again_and_again_is_rejected_in_the_end() -> None:
     bench = Bench(S=0, P=1, score_retries=1)
     bench.make(bench.lease())
-    bench.c._samples.blame.scores("reward-0")
+    bench.c._samples.faults.record_score("reward-0")
     for _ in range(2):
         assert not bench.entries
         (job,) = [job for job in bench.jobs(2) if job.sample_id == "g0.s0"]
@@ -236,11 +236,11 @@ async def test_an_outage_is_held_against_no_sample_however_many_workers_meet_it_
         bench.fail(job, "connection reset", worker, fault="outage")
 
     for number in range(8):
-        bench.c._samples.blame.scores(f"reward-{number}")
+        bench.c._samples.faults.record_score(f"reward-{number}")
         goes_down(f"reward-{number}")
     assert not bench.entries
     for number in range(8):  # it is back: one worker after the other has an answer for the sample it knows, and asks
-        bench.c._samples.blame.asks(f"reward-{number}")
+        bench.c._samples.faults.end_outage(f"reward-{number}")
     goes_down("reward-5")
     reasons = [entry.reason for entry in bench.entries]
     assert reasons == ["its scoring was cut off 2 times: connection reset"], "when all was well"

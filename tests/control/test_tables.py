@@ -3,6 +3,7 @@ table of groups: slots, places and the order in which the trainer takes groups."
 
 from __future__ import annotations
 
+import doctest
 import random
 from collections import Counter
 from itertools import product
@@ -15,7 +16,15 @@ from hypothesis import strategies as st
 from omni_async.control.group_table import GROUP_TRANSITIONS, Group, GroupEvent, GroupState, GroupTable, has_signal
 from omni_async.control.ledger import Ledger
 from omni_async.control.requests import RequestFactory
-from omni_async.control.sample_table import SAMPLE_TRANSITIONS, Sample, SampleEvent, SampleSet, SampleState, SampleTable
+from omni_async.control.sample_table import (
+    SAMPLE_TRANSITIONS,
+    Failure,
+    Sample,
+    SampleEvent,
+    SampleSet,
+    SampleState,
+    SampleTable,
+)
 from omni_async.types import LedgerEntry, SampleKind, SampleResult, Score, ScoreResult, UpdateReport
 from tests.control.control_world import SAMPLE_BYTES, make_config, make_prompts, make_result
 
@@ -63,7 +72,10 @@ class SampleWorld:
     def answer(self, worker: str, sample: Sample, how: str) -> list[str]:
         score, fault = (Score(1.0), "retry") if how == "score" else (None, how)
         result = ScoreResult(sample.request.sample_id, sample.request.attempt, score=score, fault=fault)  # type: ignore[arg-type]
-        return [outcome.event for outcome in self.table.scored(worker, [result])]
+        outcome = self.table.scored(worker, result)
+        if isinstance(outcome, Failure):
+            return [outcome.event]
+        return [] if outcome is None else [type(outcome).__name__]
 
 
 def made(sample: Sample, engine: str) -> SampleResult:
@@ -108,7 +120,7 @@ def test_validation_is_scored_first_then_what_came_first_and_what_is_tried_again
         return [job.sample_id for job in world.table.jobs("w", limit)]
 
     assert jobs(3) == [*ids([*round_.samples]), "g0.s0"]
-    assert world.answer("w", training.samples[0], "retry") == ["pause"]
+    assert world.answer("w", training.samples[0], "retry") == ["Pause"]
     assert jobs(1) == ["g0.s1"]
     world.table.resume(training.samples[0])
     assert world.answer("w", training.samples[1], "outage") == []
@@ -123,7 +135,8 @@ def test_kept_answers_are_counted_until_the_next_update() -> None:
     world.add_generated()
     for job, cached in zip(world.table.jobs("w", 2), (1, 2), strict=True):
         result = ScoreResult(job.sample_id, job.attempt, score=Score(1.0), cached=cached)
-        list(world.table.scored("w", [result, result]))
+        for _ in range(2):
+            world.table.scored("w", result)
     assert world.table.cached == 3, "a second answer does not count"
     world.table.begin_update()
     assert world.table.cached == 0
@@ -149,7 +162,7 @@ def test_several_reward_workers_may_have_a_sample_and_the_first_score_counts() -
     assert world.answer("w0", first, "score") == [], "it has answered"
     assert world.answer("w2", first, "score") == [] and first.owner.num_missing == 1
     world.table.hand_out(second, "w2")
-    assert world.answer("w2", second, "score") == ["complete"] and world.answer("w0", second, "reject") == []
+    assert world.answer("w2", second, "score") == ["Complete"] and world.answer("w0", second, "reject") == []
 
 
 @settings(max_examples=150, deadline=None)
@@ -260,17 +273,23 @@ class GroupWorld:
         self.entries: list[LedgerEntry] = []
         self.table = GroupTable(self.config, "run-1", Ledger(self.entries.append), 0)
 
-    def admit(self, number: int, version: int = 0) -> Group:
+    def make(self, number: int, version: int = 0) -> Group:
         prompt, window = make_prompts(1)[0], self.factory.window(number)
-        group = Group(number, prompt, window, version, self.factory.training(number, prompt, window))
+        return Group(number, prompt, window, version, self.factory.training(number, prompt, window))
+
+    def admit(self, number: int, version: int = 0) -> Group:
+        group = self.make(number, version)
         self.table.admit(group)
         return group
 
+    def score(self, group: Group) -> None:
+        for sample in group.samples:
+            sample.result = make_result(sample.request, "rollout-0", (group.admitted_version,) * 2)
+            sample.score = Score(1.0)
+
     def complete(self, *groups: Group) -> None:
         for group in groups:
-            for sample in group.samples:
-                sample.result = make_result(sample.request, "rollout-0", (group.admitted_version,) * 2)
-                sample.score = Score(1.0)
+            self.score(group)
             self.table.complete(group)
 
     def take(self, update: int, needed: int) -> int | None:
@@ -282,6 +301,23 @@ class GroupWorld:
         found = self.table.statistics()
         slots, replay = found["slots"], found["replay"]
         return slots["live"], slots["awaiting_publication"], replay["reserved"], replay["ready"]
+
+
+def test_the_example_of_the_group_table_is_right() -> None:
+    world = GroupWorld(S=1, P=1, groups=2)
+    first, second = world.make(0), world.make(1)
+    world.score(first)
+    names = {
+        "table": world.table,
+        "first": first,
+        "second": second,
+        "ready": first.make_ready(),
+        "report": UpdateReport(1, (0,), {}, 0.0, 1.0),
+        "held": lambda: (len(world.table.groups), world.counts()[2]),
+    }
+    example = doctest.DocTestParser().get_doctest(GroupTable.__doc__ or "", names, "GroupTable", None, None)
+    assert len(example.examples) == 8
+    assert doctest.DocTestRunner().run(example).failed == 0
 
 
 def test_a_group_holds_a_slot_until_it_is_published_and_a_place_until_it_is_taken() -> None:

@@ -35,7 +35,7 @@ from tests.runtime.runtime_world import write_world
 from tests.support.job_world import Disturbed, slow_at
 from tests.support.patience import PATIENCE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 
 def server(name: str) -> psutil.Process:
@@ -141,11 +141,13 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[psutil.Process,
         yield head, second
 
 
-def nodes_of_ranks(folder: Path) -> list[str]:
-    """Places two sequence groups of two ranks on the two nodes and returns each rank's node."""
+def nodes_of_ranks(folder: Path, head: str) -> list[str]:
+    """Places two sequence groups of two ranks on the nodes of `head` and returns each rank's node.
+
+    `HEAD` is another address in this process."""
     config = write_world(
         folder,
-        run={"runtime": "ray", "ray_address": HEAD},
+        run={"runtime": "ray", "ray_address": head},
         rollout={"group_size": 4},
         trainer={"workers": 4, "sequence_parallel": 2},
         placement={"trainer": {"cpus": 1.25}, "rollout": {"cpus": 0.1}, "reward": {"cpus": 0.1}},
@@ -174,7 +176,7 @@ def test_the_ranks_of_a_sequence_group_are_on_one_node(tmp_path):
     """Gives each of two nodes room for three ranks, and the run two groups of two: packed by ranks, a group would be
     torn. The run is in a process of its own, which has known no other Ray and may end with this one."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        first, second, third, fourth = pool.submit(nodes_of_ranks, tmp_path).result(150)
+        first, second, third, fourth = pool.submit(nodes_of_ranks, tmp_path, HEAD).result(150)
     assert first == second != third == fourth
 
 

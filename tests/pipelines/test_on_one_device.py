@@ -41,7 +41,7 @@ def compute(family: Family, folder: Path) -> None:
         def there(tensor: torch.Tensor) -> torch.Tensor:
             return mode.from_tensor(tensor.detach()).to("npu")
 
-        for module in (*components.values(), *codec._models):  # type: ignore[attr-defined]
+        for module in (*components.values(), *codec.models):  # type: ignore[attr-defined]
             module._apply(there)
         for spec, rows in drawn.items():
             conditioning = policy.stack_conditioning([row.apply(there) for row in rows])

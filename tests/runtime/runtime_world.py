@@ -16,7 +16,8 @@ import numpy as np
 from omni_async.config import Config, load
 from omni_async.control.control_state import LedgerState
 from omni_async.control.events import EventLog, RunEvent
-from omni_async.control.ledger import JsonlSink, Ledger
+from omni_async.control.ledger import Ledger
+from omni_async.records.write.ledger_file import JsonlSink
 from omni_async.records.write.sinks.base import Ended, Sink
 from omni_async.records.write.summary import ValidationPoint
 from omni_async.store import LocalStore, ObjectStore

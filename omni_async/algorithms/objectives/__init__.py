@@ -1,5 +1,5 @@
 """Contains the objectives, pure functions that `omni_async.algorithms.registry` lists.
 
-Those in `transition` take the `TransitionInputs` of base.py, those in `forward` its `ForwardInputs`; all return an
-`ObjectiveOutput`.
+Functions in `transition` take the `TransitionInputs` of base.py, functions in `forward` its `ForwardInputs`; all return
+an `ObjectiveOutput`.
 """

@@ -1,4 +1,4 @@
-"""Defines what objectives, pure functions (inputs, `Algorithm` settings) -> `ObjectiveOutput`, take and return."""
+"""Defines the inputs and outputs of objectives, pure functions (inputs, `Algorithm` settings) -> `ObjectiveOutput`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TransitionInputs:
-    """R rows, a row being one trained step of one sample.
+    """R rows; a row is one trained step of one sample.
 
-    Rows are sample-major, `steps_per_sample` of them for each sample. Log-probs are means over D = `num_elements`
-    latent elements.
+    Rows are sample-major, `steps_per_sample` rows for each sample. Log-probs are means over D = `num_elements` latent
+    elements.
 
-    log_prob (R,) and mean (R, ...) are the current policy's and carry the gradient; everything else is data. Log-probs,
-    weight and nats_per_log_prob come as float64 from the trainer, the others as float32. `old_*` belong to the policy
-    the ratio is taken to, `ref_mean` to the reference policy. advantage, std, scale, nats_per_log_prob are (R,), the
-    last three as `omni_async.diffusion.sde` defines them for `kind`: nats_per_log_prob (log_prob - old_log_prob) is the
-    log-ratio of the whole sample. weight (R,) is the off-policy correction; it multiplies the policy-gradient part of
-    the loss and nothing else."""
+    log_prob (R,) and mean (R, ...) are the current policy's and carry the gradient; everything else is data. The
+    trainer passes log-probs, weight and nats_per_log_prob as float64, the others as float32. `old_*` belong to the
+    denominator of the ratio, `ref_mean` to the reference policy. advantage, std, scale, nats_per_log_prob are (R,).
+    `omni_async.diffusion.sde` defines the last three for `kind`: nats_per_log_prob (log_prob - old_log_prob) is the
+    log-ratio of the whole sample. weight (R,) is the off-policy correction; it multiplies only the policy-gradient part
+    of the loss."""
 
     log_prob: Tensor
     old_log_prob: Tensor
@@ -54,13 +54,13 @@ class TransitionInputs:
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """R rows, a row being one noise draw of one sample's final latents; rows are sample-major, `draws` for each sample.
+    """R rows; a row is one noise draw of one sample's final latents. Rows are sample-major, `draws` for each sample.
 
     For pairs, rows alternate (winner, loser) with the same draw, and `draws` counts pairs of rows.
 
     velocity (R, ...) is the current policy's at x_sigma = (1 - sigma) final + sigma noise, and carries the gradient;
-    `old_`, `ref_` and `ema_velocity` are other policies' there. final, noise (R, ...); sigma, advantage (R,).
-    `progress` in [0, 1] is the share of the run's updates that is done."""
+    `old_`, `ref_` and `ema_velocity` are other policies' at the same point. final, noise (R, ...); sigma, advantage
+    (R,). `progress` in [0, 1] is the completed share of the run's updates."""
 
     velocity: Tensor
     final: Tensor
@@ -95,8 +95,8 @@ def _require_shape(inputs: object, names: Iterable[str], shape: torch.Size, like
 class ObjectiveOutput:
     """The losses and metrics of R rows.
 
-    `loss` (R,) per row, with gradient, not averaged: the caller averages. Where a loss belongs to a sample or a pair,
-    each of its rows carries the same, so that the mean over rows is the mean over samples. `metrics`: names to (R,),
+    `loss` (R,) is per row, with gradient; the caller averages it. If a loss belongs to a sample or a pair, each of its
+    rows carries the same value, so that the mean over rows is the mean over samples. `metrics`: names to (R,),
     detached."""
 
     loss: Tensor

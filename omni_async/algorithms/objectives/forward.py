@@ -1,8 +1,8 @@
-"""Implements the objectives on final latents, DiffusionNFT, AWM and Diffusion-DPO, and the forward process they share.
+"""Implements the objectives on final latents (DiffusionNFT, AWM, Diffusion-DPO) and their forward process.
 
-x_sigma = (1 - sigma) x0 + sigma eps, its regression target eps - x0, and the sigmas that a sample is noised at. No
-trajectory and no log-probs are needed, so any solver may draw the samples. Randomness comes from the generator that is
-passed in.
+The forward process is x_sigma = (1 - sigma) x0 + sigma eps, with the regression target eps - x0 and the sigmas of a
+sample. It needs no trajectory and no log-probs, so any solver may generate the samples. Randomness comes from the
+generator argument.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ def mean_square(a: Tensor, b: Tensor) -> Tensor:
 def draw_sigmas(sigmas: Tensor, forward: Forward, timestep_fraction: float, generator: Generator) -> Tensor:
     """Draw (K,) sigmas > 0 of one sample's noise draws, K = `num_draws`, in random order, like `sigmas` in dtype.
 
-    forward.sigmas `schedule` takes all but the final 0 in a random permutation, so none repeats before all have
-    occurred (DiffusionNFT, arXiv 2509.16117); `schedule_wo_first` without sigmas[0]. `logit_normal` does not use their
-    values: sigmoid(z) of a standard normal z, one draw from each of K equally likely strata, shifted as SD3 schedules
-    are, sigma = s t / (1 + (s - 1) t), and at least 0.01 (AWM, arXiv 2509.25050).
+    forward.sigmas `schedule` takes all sigmas except the final 0 in a random permutation, so that none repeats before
+    all have occurred (DiffusionNFT, arXiv 2509.16117); `schedule_wo_first` also omits sigmas[0]. `logit_normal` does
+    not use their values: sigmoid(z) of a standard normal z, one draw from each of K equally likely strata, shifted like
+    SD3 schedules, sigma = s t / (1 + (s - 1) t), and at least 0.01 (AWM, arXiv 2509.25050).
 
     Args:
         sigmas: (N + 1,), the sampler's own, decreasing, the last one 0.
         forward: `algorithm.forward`.
-        timestep_fraction: as `num_draws` takes it.
+        timestep_fraction: as in `num_draws`.
         generator: the sample's.
 
     Raises:
-        ValueError: `sigmas` has another shape or end, or as `num_draws`."""
+        ValueError: `sigmas` has another shape or end, or as in `num_draws`."""
     if sigmas.ndim != 1 or len(sigmas) < 2 or sigmas[-1] != 0:
         raise ValueError(
             f"sigmas must have shape (N + 1,), N >= 1, and end in 0, got shape {tuple(sigmas.shape)}: {sigmas.tolist()}"
@@ -85,14 +85,15 @@ def draw_sigmas(sigmas: Tensor, forward: Forward, timestep_fraction: float, gene
 def diffusion_nft(inputs: ForwardInputs, algorithm: Algorithm) -> ObjectiveOutput:
     """Compute per row a [r <(x+ - x0)^2> / w+ + (1 - r) <(x- - x0)^2> / w-] / beta + kl_coef <(v - v_ref)^2>.
 
-    DiffusionNFT (arXiv 2509.16117): regression of two implicit policies, one towards good samples and one away from bad
-    ones. The samples are meant to come from the old policy, a slow copy of the current one (`registry.nft_decay`).
+    DiffusionNFT (arXiv 2509.16117) regresses two implicit policies, one towards good samples and one away from bad
+    samples. The samples should come from the old policy, a slow copy of the current policy (`registry.nft_decay`).
 
     x+ and x- are the final latents that v+ = beta v + (1 - beta) v_old and v- = (1 + beta) v_old - beta v predict, a is
-    advantage.clip_max, r = `preference`. w+ = max(<|x+ - x0|>, 1e-5), likewise w-, without gradient: it makes rows of
-    every sigma count alike. At v = v_old the gradient is the advantage times that of <(x - x0)^2> / w, whatever beta.
+    advantage.clip_max, r = `preference`. w+ = max(<|x+ - x0|>, 1e-5), and similarly w-, without gradient; they make
+    rows of every sigma count equally. At v = v_old the gradient is the advantage times the gradient of
+    <(x - x0)^2> / w, for every beta.
 
-    ValueError without old_velocity, and without ref_velocity where kl_coef > 0.
+    Raises ValueError without old_velocity, and for kl_coef > 0 without ref_velocity.
 
     Metrics: preference r; positive_loss and negative_loss, the two errors over their weights; old_deviation <(v -
     v_old)^2>; with ref_velocity kl_ref <(v - v_ref)^2>."""
@@ -127,8 +128,8 @@ def preference(advantage: Tensor, clip_max: float, adv_mode: str) -> Tensor:
     Args:
         advantage: A (R,).
         clip_max: `advantage.clip_max`.
-        adv_mode: what A' is. `all`: A clamped to +-clip_max; `positive_only` and `negative_only`: that part of it, the
-            other one 0; `one_only`: 1 where A > 0, else 0; `binary`: the sign of A. The last two are not scaled by
+        adv_mode: defines A'. `all`: A clamped to +-clip_max; `positive_only` and `negative_only`: that part of it, the
+            other part 0; `one_only`: 1 if A > 0, else 0; `binary`: the sign of A. The last two are not scaled by
             clip_max, as in the published code: r is 1/2 or 1/2 +- 1 / (2 clip_max)."""
     clamped = advantage.detach().double().clamp(-clip_max, clip_max)
     match adv_mode:
@@ -156,22 +157,22 @@ def _weighted_error(velocity: Tensor, aim: Tensor, sigma: Tensor) -> Tensor:
 def awm(inputs: ForwardInputs, algorithm: Algorithm) -> ObjectiveOutput:
     """Compute per row max(-A rho, -A clip(rho, 1 - c, 1 + c)) + kl_coef K(v, v_ref) + ema K(v, v_ema).
 
-    AWM (arXiv 2509.25050), PPO with the flow-matching error in place of the log-likelihood. rho = exp(p - p_old), c =
-    awm.clip_range. Unlike the log-ratio of a denoising step this one is of order 1, so the clip range is too.
+    AWM (arXiv 2509.25050) is PPO with the flow-matching error instead of the log-likelihood. rho = exp(p - p_old), c =
+    awm.clip_range. Unlike the log-ratio of a denoising step, p - p_old is of order 1, and so is the clip range.
 
-    p is `log_likelihood` of <(v - (noise - final))^2>; p_old the same of old_velocity, at the same noise and sigma, or
-    without old_velocity p itself without gradient: then rho is 1 and the gradient that of -A p. awm.ratio `exp_first`
-    takes rho of each row; `sum_first` of the mean p over the `draws` rows of a sample, and each of these rows carries
-    the sample's surrogate.
+    p is `log_likelihood` of <(v - (noise - final))^2>. p_old is the same of old_velocity, at the same noise and sigma;
+    without old_velocity it is p without gradient, so rho is 1 and the gradient is that of -A p. awm.ratio `exp_first`
+    computes rho of each row; `sum_first` computes it of the mean p over the `draws` rows of a sample, and each of these
+    rows carries the sample's surrogate.
 
     A is clamped to +-advantage.clip_max and, with awm.advantage_max, scaled to +-advantage_max. K is <(v - other)^2>,
-    and for kl_form `elbo` that over 2 s^2, s = 0.7 sqrt(sigma / (1 - min(sigma, 0.99))). ema goes linearly from
+    for kl_form `elbo` divided by 2 s^2, s = 0.7 sqrt(sigma / (1 - min(sigma, 0.99))). ema changes linearly from
     awm.ema_coef to awm.ema_coef_end with `progress`.
 
-    ValueError where a velocity that the settings need is missing: ref_velocity for kl_coef > 0, ema_velocity for ema >
-    0, old_velocity for awm.off_policy.
+    Raises ValueError if a velocity that the settings need is missing: ref_velocity for kl_coef > 0, ema_velocity for
+    ema > 0, old_velocity for awm.off_policy.
 
-    Metrics: flow_error <(v - (noise - final))^2>; ratio_deviation |rho - 1|; clipped_low / clipped_high, 1 where rho is
+    Metrics: flow_error <(v - (noise - final))^2>; ratio_deviation |rho - 1|; clipped_low / clipped_high, 1 if rho is
     outside; approx_kl (p - p_old)^2 / 2; kl_ref, kl_ema: K, with ref_velocity and ema_velocity."""
     settings = algorithm.awm
     _check_reference(inputs, algorithm)
@@ -216,7 +217,7 @@ def awm(inputs: ForwardInputs, algorithm: Algorithm) -> ObjectiveOutput:
 
 
 def log_likelihood(error: Tensor, sigma: Tensor, settings: Awm) -> Tensor:
-    """Return p (R,) float64, at most 0: the flow-matching error m, negated and weighted, in place of a log-likelihood.
+    """Return p (R,) float64, at most 0: the negated and weighted flow-matching error m, used as a log-likelihood.
 
     Args:
         error: m (R,) float64.
@@ -239,7 +240,7 @@ def log_likelihood(error: Tensor, sigma: Tensor, settings: Awm) -> Tensor:
 
 
 def _ema_coef(settings: Awm, progress: float) -> float:
-    """Interpolate from ema_coef at progress 0 to ema_coef_end at 1, exactly so at both ends."""
+    """Interpolate from ema_coef at progress 0 to ema_coef_end at 1, exact at both ends."""
     if not 0 <= progress <= 1:
         raise ValueError(f"progress must be in [0, 1], got {progress}")
     end = settings.ema_coef if settings.ema_coef_end is None else settings.ema_coef_end
@@ -259,17 +260,17 @@ def _check_awm(inputs: ForwardInputs, settings: Awm) -> None:
 def diffusion_dpo(inputs: ForwardInputs, algorithm: Algorithm) -> ObjectiveOutput:
     """Compute Diffusion-DPO (arXiv 2311.12908) for flow matching, the loss of pairs: rows alternate winner, loser.
 
-    Of a pair, the winner's error shall fall below the reference's by more than the loser's does. Both rows have the
-    same noise and sigma, and carry the pair's loss.
+    The winner's error should fall below the reference's by more than the loser's error does. Both rows of a pair have
+    the same noise and sigma, and carry the pair's loss.
 
     With e = <(v - (noise - final))^2>, e_ref the same of ref_velocity, d = (e - e_ref) of the winner minus (e - e_ref)
     of the loser and b = dpo.beta / 2 (dpo.beta if not dpo.halved): `sigmoid` -log sigmoid(-b d); `hinge` max(1 + b d,
     0); `ipo` (d + 1 / (2 b))^2. The advantage is not used.
 
-    ValueError without ref_velocity, for an odd number of rows, and where noise or sigma differ within a pair.
+    Raises ValueError without ref_velocity, for an odd number of rows, and if noise or sigma differ within a pair.
 
-    Metrics, the pair's in both rows: margin -b d, the implicit reward of the winner minus the loser's; accuracy, 1
-    where d < 0; winner_error, loser_error: e."""
+    Metrics, the pair's in both rows: margin -b d, the implicit reward of the winner minus the loser's; accuracy, 1 if
+    d < 0; winner_error, loser_error: e."""
     if inputs.ref_velocity is None:
         raise ValueError("diffusion_dpo needs ref_velocity: it compares with the reference policy")
     _check_pairs(inputs)

@@ -1,16 +1,16 @@
-"""Implements the objectives on denoising steps, and the parts that they share.
+"""Implements the objectives on denoising steps, and their common parts.
 
-Log-ratios, PPO's clipped surrogate (arXiv 1707.06347, eq. 7), the KL to the reference, and the metrics of both.
-Everything per row is float64: clip ranges are often 1e-5 or less, where float32 next to 1 has only about a hundred
-values left.
+The common parts are log-ratios, PPO's clipped surrogate (arXiv 1707.06347, eq. 7), the KL to the reference, and the
+metrics of both. All numbers per row are float64: clip ranges are often 1e-5 or less, and float32 has only about a
+hundred values that close to 1.
 
 | objective  | paper            | its own part                                                       |
 |------------|------------------|--------------------------------------------------------------------|
 | flow_grpo  | arXiv 2505.05470 | PPO's clipped surrogate per denoising step, a KL to the reference  |
 | dance_grpo | arXiv 2505.07818 | the same without KL, on the transition "dance"                     |
 | mix_grpo   | arXiv 2507.21802 | the same on the steps of a window that the sampler slides          |
-| grpo_guard | arXiv 2510.22319 | log-ratios centred and brought to one width at every step          |
-| flow_dppo  | arXiv 2606.11025 | no clip: rows that drifted too far and would drift on are dropped  |
+| grpo_guard | arXiv 2510.22319 | log-ratios centred and rescaled to one width at every step         |
+| flow_dppo  | arXiv 2606.11025 | no clip: drops rows that drifted too far and would drift further   |
 | gspo       | arXiv 2507.18071 | one ratio per sample, the geometric mean over its denoising steps  |
 """
 
@@ -31,18 +31,18 @@ def log_ratios(inputs: TransitionInputs) -> Tensor:
     """Return (R,) float64 with gradient: log_prob - old_log_prob, the log-ratio per latent element.
 
     Its exponential is the D-th root of the ratio of densities, as in the public code of flow_grpo, VeRL-Omni and
-    DanceGRPO; hence clip ranges of order 1 / D. For kind "cps" it is no ratio of densities at all, since the log-prob
-    lacks the factor 1 / (2 scale^2)."""
+    DanceGRPO; hence clip ranges of order 1 / D. For kind "cps" it is not a ratio of densities, since the log-prob lacks
+    the factor 1 / (2 scale^2)."""
     return inputs.log_prob.to(torch.float64) - inputs.old_log_prob.detach().to(torch.float64)
 
 
 def log_ratios_nats(inputs: TransitionInputs) -> Tensor:
-    """Return L (R,) float64 without gradient: the log-ratio of a sample in nats, of densities for every kind."""
+    """Return L (R,) float64 without gradient: the log-ratio of densities of a sample in nats, for every kind."""
     return inputs.nats_per_log_prob.detach().to(torch.float64) * log_ratios(inputs).detach()
 
 
 def mean_square_difference(mean: Tensor, other: Tensor) -> Tensor:
-    """Return (R,) float64: <(mean - other)^2> of two (R, ...), the mean over all but rows. `other` is data."""
+    """Return (R,) float64: <(mean - other)^2> of two (R, ...), the mean over all axes except rows; `other` is data."""
     return (mean - other.detach()).square().flatten(1).mean(dim=1, dtype=torch.float64)
 
 
@@ -51,18 +51,18 @@ def clipped_surrogate(
 ) -> tuple[Tensor, Metrics]:
     """Return per row max(-A r, -A clip(r)) with r = exp(log_ratio), and the metrics of r. All (R,) float64.
 
-    With clip_range c (1e-4 if neither is given) the clip is to [1 - c, 1 + c]. With clip_range_nats c it is to where
-    |nats| = c: a row outside gets log_ratio scaled back by c / |nats|, and it has no gradient if A pushes it further
-    out.
+    With clip_range c (1e-4 if neither is given) the ratio is clipped to [1 - c, 1 + c]. With clip_range_nats c it is
+    clipped to |nats| = c: log_ratio of a row outside is scaled back by c / |nats|. Such a row has no gradient if A
+    pushes it further out.
 
-    Metrics: ratio_deviation |r - 1|; clipped_low, clipped_high: 1 where r is outside, whether or not the clip takes the
-    gradient, as in flow_grpo.
+    Metrics: ratio_deviation |r - 1|; clipped_low, clipped_high: 1 for rows whose r is outside, whether or not the clip
+    removes the gradient, as in flow_grpo.
 
     Args:
         inputs: read for the advantage A.
         algorithm: read for the clip range.
         log_ratio: (R,) float64, with gradient.
-        nats: (R,) float64, the log-ratio of the whole sample that belongs to log_ratio; None where none does.
+        nats: (R,) float64, the log-ratio of the whole sample for log_ratio; None if it is undefined.
 
     Raises:
         ValueError: clip_range_nats together with clip_range, or without `nats`."""
@@ -86,7 +86,7 @@ def clipped_surrogate(
 def _clip_in_nats(
     algorithm: Algorithm, clip: float, log_ratio: Tensor, nats: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows below and above the clip range in nats, and the ratios that clipped rows get."""
+    """Return the rows below and above the clip range in nats, and the ratios of clipped rows."""
     if algorithm.clip_range is not None:
         raise ValueError(f"give clip_range or clip_range_nats, not both (got {algorithm.clip_range} and {clip})")
     if nats is None:
@@ -100,9 +100,9 @@ def _clip_in_nats(
 def reference_kl(inputs: TransitionInputs, ref_mean: Tensor, algorithm: Algorithm) -> Tensor:
     """Return (R,) float64, per latent element, with gradient: <(mean - ref_mean)^2> / (2 s^2).
 
-    kl_form "published": s = std, as flow_grpo and VeRL-Omni compute it; "exact": s = scale, the KL between the two
-    Gaussians. For kind "flow" the published value is the exact one times the step size; for "dance" and "cps" they
-    agree. "mean": <(mean - ref_mean)^2> and no divisor (Flow-Factory's x-space form).
+    kl_form "published": s = std, as in flow_grpo and VeRL-Omni; "exact": s = scale, the KL between the two Gaussians.
+    For kind "flow" the published value is the exact value times the step size; for "dance" and "cps" they agree.
+    "mean": <(mean - ref_mean)^2> without a divisor (Flow-Factory's x-space form).
 
     Args:
         inputs: read for mean, std and scale.
@@ -123,14 +123,14 @@ def objective_output(
     Adds the metrics approx_kl = log_ratios^2 / 2 and, with ref_mean, kl_ref in the form of `kl_form`.
 
     Args:
-        inputs: read for weight (1 without one), log-probs and KL.
+        inputs: read for weight (default 1), log-probs and KL.
         algorithm: read for kl_coef and kl_form.
         policy_loss: (R,) float64.
         metrics: the objective's own, names to (R,).
-        penalty: (R,) float64, which no weight multiplies; None: 0.
+        penalty: (R,) float64, not multiplied by the weight; None: 0.
 
     Raises:
-        ValueError: kl_coef > 0 and there is no ref_mean."""
+        ValueError: kl_coef > 0 without ref_mean."""
     loss = policy_loss if inputs.weight is None else inputs.weight.detach().to(torch.float64) * policy_loss
     if penalty is not None:
         loss = loss + penalty
@@ -148,17 +148,17 @@ def objective_output(
 def flow_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
     """Compute per row w max(-A r, -A clip(r, 1 - c, 1 + c)) + kl_coef KL, with r = exp(log_prob - old_log_prob).
 
-    c is clip_range; clip_range_nats bounds L = D log r instead (for "cps" D log r / (2 S^2)). w is the weight, 1
-    without one. KL: `reference_kl`. ValueError where kl_coef > 0 and there is no ref_mean.
+    c is clip_range; clip_range_nats bounds L = D log r instead (for "cps" D log r / (2 S^2)). w is the weight, 1 if
+    there is no correction. KL: `reference_kl`. Raises ValueError for kl_coef > 0 without ref_mean.
 
-    Metrics: ratio_deviation |r - 1|; clipped_low, clipped_high: 1 where r is outside 1 +- c; approx_kl (log r)^2 / 2;
-    with ref_mean kl_ref."""
+    Metrics: ratio_deviation |r - 1|; clipped_low, clipped_high: 1 if r is outside 1 +- c; approx_kl (log r)^2 / 2; with
+    ref_mean kl_ref."""
     loss, metrics = clipped_surrogate(inputs, algorithm, log_ratios(inputs), log_ratios_nats(inputs))
     return objective_output(inputs, algorithm, loss, metrics)
 
 
 def dance_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
-    """Compute `flow_grpo`, for any transition kind. ValueError for kl_coef > 0: there is no KL in DanceGRPO."""
+    """Compute `flow_grpo`, for any transition kind. Raises ValueError for kl_coef > 0: DanceGRPO has no KL."""
     if algorithm.kl_coef > 0:
         raise ValueError(
             f"algorithm.kl_coef: dance_grpo has no KL term, got {algorithm.kl_coef}; flow_grpo is the same loss"
@@ -171,7 +171,7 @@ def mix_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
     """Compute per row w max(-A r, -A clip(r, 1 - c, 1 + c)) + mix.log_ratio_coef (log r)^2 / 2 + kl_coef KL.
 
     r, c, w, KL are as in `flow_grpo`. MixGRPO's public code calls the middle term its KL: a pull to the policy of
-    old_log_prob, from the sampled log-ratio alone. w does not multiply it. ValueError and metrics as `flow_grpo`;
+    old_log_prob, from the sampled log-ratio alone. w does not multiply it. Errors and metrics are as in `flow_grpo`;
     approx_kl is the middle term without its coefficient."""
     log_ratio = log_ratios(inputs)
     loss, metrics = clipped_surrogate(inputs, algorithm, log_ratio, log_ratios_nats(inputs))
@@ -183,19 +183,19 @@ def grpo_guard(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutpu
     """Compute per row w max(-A r, -A clip(r, 1 - c, 1 + c)) / h + kl_coef KL, r = exp((log_prob - old_log_prob + b) S).
 
     With x' = old mean + S eps and drift d = (mean - old_mean) / S, the log-ratio per element is <d eps> - <d^2> / 2.
-    The bias b adds the second term back, which leaves an expectation of zero under the old policy, so that the clip
-    binds on both sides alike; the factor S removes the 1 / S in the first.
+    The bias b adds the second term back. The expectation under the old policy is then zero, so that the clip binds
+    equally on both sides. The factor S removes the 1 / S in the first term.
 
     b = <(mean - old_mean)^2> / (2 S^2), each row's own, carries the gradient. sqrt(h) = scale / std. guard.scale
     "sample": S = scale and h are the row's own (Flow-Factory). "batch": S = mean(sqrt(h)) mean(std) and h =
-    mean(sqrt(h))^2 over the rows given (VeRL-Omni), so that rows of different steps in one micro-batch share both, and
-    micro-batches of several steps must be composed with that in mind. guard.divide false: no division by h. c, w, KL as
-    in `flow_grpo`; c is compared with a log-ratio S times as wide as there, so it cannot be given in nats.
+    mean(sqrt(h))^2 over the given rows (VeRL-Omni). Rows of different steps in a micro-batch then share both; compose
+    micro-batches of several steps accordingly. guard.divide false: no division by h. c, w, KL as in `flow_grpo`; c is
+    compared with a log-ratio that is S times as wide, so it cannot be given in nats.
 
-    ValueError for a kind other than "flow", the only one whose scale is std sqrt(h); without old_mean; for
+    Raises ValueError for a kind other than "flow", since only its scale is std sqrt(h); without old_mean; for
     clip_range_nats; for kl_coef > 0 without ref_mean.
 
-    Metrics: those of `flow_grpo`, ratio_deviation and clipped_* of the r above, approx_kl of the log-ratio as it was;
+    Metrics: as in `flow_grpo`, with ratio_deviation and clipped_* of the r above, approx_kl of the original log-ratio;
     guard_bias."""
     if inputs.kind != "flow":
         raise ValueError(
@@ -219,14 +219,15 @@ def grpo_guard(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutpu
 def flow_dppo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
     """Compute per row -w A r + kl_coef KL, with r = exp(log_prob - old_log_prob); in a dropped row -w A r is 0.
 
-    The drift is the KL between two Gaussians, which has no sampling noise, while a ratio is also large or small by luck
-    of the noise. A row, which still counts, is dropped where kappa >= kappa_max and (A > 0 and r > 1, or A < 0 and r <
-    1). kappa = <(mean - old_mean)^2> / (2 s^2) is per latent element, with s = scale (dppo.width "transition", the
-    exact KL of any kind) or s = 1 ("unit"); dppo.kappa_max_nats is compared with D kappa (nats with "transition" alone)
-    and wins over dppo.kappa_max. The clip range is ignored, and A is taken as given. w, KL as in `flow_grpo`.
+    The drift is the KL between two Gaussians, which has no sampling noise, whereas a ratio may be large or small
+    because of the noise. A row is dropped, but still counts, if kappa >= kappa_max and (A > 0 and r > 1, or A < 0 and
+    r < 1). kappa = <(mean - old_mean)^2> / (2 s^2) is per latent element, with s = scale (dppo.width "transition", the
+    exact KL of any kind) or s = 1 ("unit"). dppo.kappa_max_nats is compared with D kappa (in nats only with
+    "transition") and replaces dppo.kappa_max. The clip range is ignored, and A is used unchanged. w, KL as in
+    `flow_grpo`.
 
-    ValueError without old_mean, and for kl_coef > 0 without ref_mean. Metrics: ratio_deviation |r - 1|; dropped, 1 or
-    0; approx_kl (log r)^2 / 2; with ref_mean kl_ref."""
+    Raises ValueError without old_mean, and for kl_coef > 0 without ref_mean. Metrics: ratio_deviation |r - 1|; dropped,
+    1 or 0; approx_kl (log r)^2 / 2; with ref_mean kl_ref."""
     if inputs.old_mean is None:
         raise ValueError("flow_dppo needs old_mean, the means of the policy that old_log_prob belongs to; got None")
     settings = algorithm.dppo
@@ -245,14 +246,14 @@ def flow_dppo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput
 def gspo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
     """Compute per row w max(-A s, -A clip(s, 1 - c, 1 + c)) + kl_coef KL, s = exp(the sample's mean log-ratio).
 
-    A sample is `steps_per_sample` consecutive rows. They share s, through which every one of them has its gradient, and
-    each carries the whole sample's surrogate: the mean over rows is the mean over samples, in value and gradient. A
-    row's weight w multiplies its own copy, so a weight per trajectory is that weight on all of the sample's rows. The
-    KL is each row's own. KL as in `flow_grpo`. c bounds the average step, clip_range_nats the mean over steps of L.
-    GSPO's own c (3e-4) is for tokens: here it is of order 1 / D, as in `flow_grpo`.
+    A sample is `steps_per_sample` consecutive rows. They share s, which passes the gradient to every row, and each row
+    carries the whole sample's surrogate: the mean over rows is the mean over samples, in value and gradient. A row's
+    weight w multiplies its own copy, so a trajectory's weight is set on all rows of the sample. The KL is each row's
+    own, as in `flow_grpo`. c bounds the average step, clip_range_nats the mean over steps of L. GSPO's own c (3e-4) is
+    for tokens: here it is of order 1 / D, as in `flow_grpo`.
 
-    ValueError for kl_coef > 0 without ref_mean. Metrics: those of `flow_grpo`, ratio_deviation and clipped_* of s,
-    repeated on the sample's rows; approx_kl of each row's own log-ratio."""
+    Raises ValueError for kl_coef > 0 without ref_mean. Metrics: as in `flow_grpo`, with ratio_deviation and clipped_*
+    of s, repeated on the sample's rows, and approx_kl of each row's own log-ratio."""
 
     def mean_over_steps(rows: Tensor) -> Tensor:
         return rows.unflatten(0, (-1, inputs.steps_per_sample)).mean(dim=1).repeat_interleave(inputs.steps_per_sample)

@@ -1,8 +1,8 @@
-"""Draws noise that depends on the request alone: neither batch, engine, window nor placement changes it.
+"""Draws noise that depends only on the request, not on batch, engine, window or placement.
 
 Every draw has its own generator, keyed by a hash of (seed, purpose, step), so a draw never depends on earlier draws.
-All 63 bits of a seed count. Torch's CPU generator uses 32 of them: among 77,000 samples two would have the same noise,
-more likely than not.
+All 63 bits of a seed count. Torch's CPU generator uses only 32 bits: two of 77,000 samples would then more likely than
+not have the same noise.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def generator_of(seed: int, purpose: str, step: int = 0) -> np.random.Generator:
 
     Args:
         seed: the sample's, any integer.
-        purpose: what is drawn; no two purposes share a stream.
-        step: the draw's number, where a purpose has several."""
+        purpose: the use of the draw; no two purposes share a stream.
+        step: the draw's number, if a purpose has several draws."""
     key = hashlib.blake2b(f"{purpose}:{seed}:{step}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
 
@@ -40,5 +40,5 @@ def step_noise(seed: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
     Args:
         seed: the request's.
         step: the transition's number, from 0.
-        shape: that of one sample's latents."""
+        shape: the shape of one sample's latents."""
     return standard_normal(generator_of(seed, "step", step), shape)

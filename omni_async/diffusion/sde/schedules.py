@@ -1,8 +1,8 @@
 """Computes sigma schedules: float32 tensors (N + 1,) on the CPU, decreasing from at most 1, with the final 0 appended.
 
-Rollout and trainer must use the very same numbers, and those of the model's own scheduler. So the arithmetic below
-keeps the dtypes and the order of operations of diffusers' FlowMatchEulerDiscreteScheduler (numpy float32, Python floats
-as weak scalars): the tests compare bits.
+Rollout and trainer must use exactly the same numbers as the model's own scheduler. So the arithmetic below keeps the
+dtypes and the order of operations of diffusers' FlowMatchEulerDiscreteScheduler (numpy float32, Python floats as weak
+scalars). The tests compare bits.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ def resolution_mu(image_seq_len: int, scheduler_config: Mapping[str, Any]) -> fl
 def scheduler_sigmas(
     num_inference_steps: int, image_seq_len: int, scheduler_config: Mapping[str, Any], *, torch_spacing: bool = False
 ) -> Tensor:
-    """Return bit for bit the sigmas of a FlowMatchEulerDiscreteScheduler of this configuration.
+    """Return bit for bit the sigmas of a FlowMatchEulerDiscreteScheduler with this configuration.
 
-    It is used as a diffusers pipeline (Qwen-Image, FLUX, Z-Image, ...) does, which hands it the sigmas 1, ..., 1/N and
-    the shift of `image_seq_len` latent tokens.
+    They are the sigmas in a diffusers pipeline (Qwen-Image, FLUX, Z-Image, ...), which passes 1, ..., 1/N and the shift
+    of `image_seq_len` latent tokens to the scheduler.
 
     Args:
         num_inference_steps: N.
-        image_seq_len: as `resolution_mu` takes it.
-        scheduler_config: `scheduler/scheduler_config.json`; absent keys take diffusers' defaults (no dynamic shifting,
+        image_seq_len: as in `resolution_mu`.
+        scheduler_config: `scheduler/scheduler_config.json`; absent keys have diffusers' defaults (no dynamic shifting,
             shift 1, no terminal).
-        torch_spacing: the pipeline spaces the sigmas it hands over by torch, in float32, and not by numpy (Z-Image).
+        torch_spacing: the pipeline spaces its sigmas with torch, in float32, and not with numpy (Z-Image).
 
     Raises:
-        ValueError: an argument or option is out of range, or an option changes the schedule in a way not written here
-            (Karras, exponential, beta, inverted)."""
+        ValueError: an argument or option is out of range, or an option changes the schedule in a way not implemented
+            here (Karras, exponential, beta, inverted)."""
     refuse_options(scheduler_config, *OTHER_SCHEDULES)
     mu = resolution_mu(image_seq_len, scheduler_config)
     sigmas = _linspace(num_inference_steps)
@@ -88,7 +88,7 @@ def scheduler_sigmas(
 
 
 def refuse_options(scheduler_config: Mapping[str, Any], *options: str) -> None:
-    """Raise ValueError for an option that is on, and changes the schedule in a way not written here."""
+    """Raise ValueError for an enabled option that changes the schedule in a way not implemented here."""
     for key in options:
         if scheduler_config.get(key):
             raise ValueError(f"scheduler config: {key}={scheduler_config[key]!r} is not supported")
@@ -117,7 +117,7 @@ def _shift_dynamic(t: Sigmas, mu: float, time_shift_type: str) -> Sigmas:
 
 
 def _stretch(sigmas: Sigmas, terminal: float) -> Sigmas:
-    """Stretch sigmas (N,) away from 1 so that the last is `terminal`; needs that one to be < 1."""
+    """Stretch sigmas (N,) away from 1 so that the last is `terminal`; needs a last sigma < 1."""
     if not 0 < terminal < 1:
         raise ValueError(f"the terminal sigma must be in (0, 1), got {terminal}")
     remaining = 1 - sigmas

@@ -11,13 +11,13 @@ Notation: x_sigma = (1 - sigma) x0 + sigma eps, the model predicts v = eps - x0,
 | dance | DanceGRPO, arXiv 2505.07818         | n                           | n sqrt(h)  | n sqrt(h)                 |
 | cps   | Flow-CPS, arXiv 2509.05952          | -                           | = scale    | sigma_next sin(n pi / 2)  |
 
-`std` is what the public references return as `std_dev_t` (it is what the published KL divides by); `scale` is what
-multiplies the noise. For `flow` they differ by sqrt(h). A `flow` row with sigma exactly 1 uses sigma_max = sigmas[1]
-inside g, because 1 / (1 - 1) has no value.
+`std` is `std_dev_t` of the public references, and the divisor of the published KL; `scale` multiplies the noise. For
+`flow` they differ by sqrt(h). A `flow` row with sigma exactly 1 uses sigma_max = sigmas[1] inside g, because
+1 / (1 - 1) is undefined.
 
 Every mean is linear, a x + b v. The per-row numbers a, b, std and scale are computed in float64 and rounded once.
-Log-probs are float64, summed over latent elements in an order that depends on the row's length alone. So a row comes
-out the same whatever else is in its batch.
+Log-probs are float64, summed over latent elements in an order that depends on the row's length alone. So a row's result
+does not depend on the rest of its batch.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from torch import Tensor
 
 KINDS = ("flow", "cps", "dance")
 
-# Elements that are summed in one go: fewer than torch deals over threads.
+# Number of elements summed at a time: fewer than torch distributes over threads.
 _PIECE = 2**14
 
 
 @dataclass(frozen=True)
 class Transition:
-    """The Gaussian of a step: mean (B, ...), std (B,) the references' std_dev_t, scale (B,) that of x'; x's dtype.
+    """The Gaussian of a step in x's dtype: mean (B, ...), std (B,) as std_dev_t of the references, scale (B,) of x'.
 
-    nats_per_velocity (B,) float64 is f = |b| sqrt(D) / scale. Velocities that differ by an rms e have a log-ratio of
-    the whole sample that is normal, in nats, with mean -(f e)^2 / 2 and variance (f e)^2."""
+    nats_per_velocity (B,) float64 is f = |b| sqrt(D) / scale. If velocities differ by an rms e, the log-ratio of the
+    whole sample in nats is normal with mean -(f e)^2 / 2 and variance (f e)^2."""
 
     mean: Tensor
     std: Tensor
@@ -94,15 +94,15 @@ def transition(
 def log_prob(kind: str, x_next: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     """Return (B,) float64: the log-density of x' averaged, not summed, over its D elements.
 
-    A log-ratio in nats is D times a difference of two: in float32 it would be off by up to D 6e-8, .13 nats for the 2.1
-    million elements of a Wan2.2 video.
+    A log-ratio in nats is D times the difference of two log-probs. In float32 its error would be up to D 6e-8, .13 nats
+    for the 2.1 million elements of a Wan2.2 video.
 
-    `flow`, `dance`: < -(x' - mean)^2 / (2 scale^2) - ln scale - ln(2 pi) / 2 >. `cps`: < -(x' - mean)^2 >, which is
-    what its reference uses (arXiv 2509.05952): not a log-density; `nats_per_log_prob` makes ratios comparable again.
+    `flow`, `dance`: < -(x' - mean)^2 / (2 scale^2) - ln scale - ln(2 pi) / 2 >. `cps`: < -(x' - mean)^2 >, as in its
+    reference (arXiv 2509.05952). This is not a log-density; `nats_per_log_prob` makes ratios comparable again.
 
     Args:
         kind: one of `KINDS`.
-        x_next: x' (B, ...), into which no gradient flows.
+        x_next: x' (B, ...), without gradient.
         mean: (B, ...), float32 or float64.
         scale: (B,), must be > 0.
 
@@ -124,15 +124,15 @@ def log_prob_by_part(
     """Return the `log_prob` (B,) float64 of each part of the latents.
 
     Args:
-        kind, x_next, mean, scale: as `log_prob` takes them, with its errors.
-        parts: slices of the first axis of a row, none of them empty."""
+        kind, x_next, mean, scale: as in `log_prob`, with its errors.
+        parts: non-empty slices of the first axis of a row."""
     return tuple(log_prob(kind, x_next[:, part], mean[:, part], scale) for part in parts)
 
 
 def nats_per_log_prob(kind: str, scale: Tensor, num_elements: int) -> Tensor:
     """Return (B,) f such that f * (log_prob - old_log_prob) is the log-ratio of the whole sample in nats.
 
-    D, and for `cps` D / (2 scale^2).
+    f is D, for `cps` D / (2 scale^2).
 
     Args:
         kind: one of `KINDS`.
@@ -153,7 +153,7 @@ def ode_step(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
     """Take the noise-free Euler step x' = x + (sigma_next - sigma) v, (B, ...) in x's dtype.
 
     Args:
-        x, v, sigma, sigma_next: as `transition` takes them.
+        x, v, sigma, sigma_next: as in `transition`.
 
     Raises:
         ValueError: a shape or dtype that does not fit."""
@@ -175,7 +175,7 @@ def take_step(
     """Return (x', log_prob, mean) with x' = mean + scale * noise; log_prob (B,) float64, the others in x's dtype.
 
     Args:
-        kind, x, v, sigma, sigma_next, sigma_max, noise_level: as `transition` takes them, with its errors.
+        kind, x, v, sigma, sigma_next, sigma_max, noise_level: as in `transition`, with its errors.
         noise: (B, ...), standard normal."""
     _check_shapes(x, noise=noise)
     step = transition(kind, x, v, sigma, sigma_next, sigma_max, noise_level)
@@ -196,12 +196,11 @@ def step_mixed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (x', log_prob, mean) of rows that are noisy or not.
 
-    Noisy rows are `take_step`, the others `ode_step` with log_prob 0 and mean = x'. Dtypes as of `take_step`.
+    Noisy rows use `take_step`, the others `ode_step` with log_prob 0 and mean = x'. Dtypes are as in `take_step`.
 
     Args:
-        kind, x, v, sigma, sigma_next, sigma_max: as `transition` takes them, with its errors.
-        noise_level, noise: as `take_step` takes them. Rows are selected, so those of an ODE row are never looked at (0
-            and NaN are fine there).
+        kind, x, v, sigma, sigma_next, sigma_max: as in `transition`, with its errors.
+        noise_level, noise: as in `take_step`. The values of an ODE row are never read (0 and NaN are allowed).
         noisy: (B,) bool."""
     _check_kind(kind)
     _check_shapes(x, noise=noise)
@@ -224,8 +223,8 @@ def step_mixed(
 def _row_sums(values: Tensor) -> Tensor:
     """Return the sums (B,) float64 of values (B, D).
 
-    Pieces of a row come first. Torch would sum a lone long row in as many parts as there are threads, and several rows
-    each in one."""
+    Pieces of a row are summed first. Torch would split a single long row over its threads, but sum each of several rows
+    in one part, with other rounding."""
     count = values.shape[1] // _PIECE
     pieces = values[:, : count * _PIECE].unflatten(1, (count, _PIECE)).sum(dim=2, dtype=torch.float64)
     rest = values[:, count * _PIECE :].sum(dim=1, keepdim=True, dtype=torch.float64)

@@ -28,7 +28,7 @@ from omni_async.checkpoint.folders import MANIFEST_FILE, links_among, newest_fir
 from omni_async.checkpoint.state import CheckpointError, State, fitting, read_state
 from omni_async.checkpoint.statement import Change, changes_since, stated
 from omni_async.config import Config, ConfigError, load
-from omni_async.control.ledger import LedgerDamaged, require_prefix
+from omni_async.records.write.ledger_file import LedgerDamaged, require_prefix
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import read_ending
 

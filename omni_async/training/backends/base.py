@@ -1,9 +1,9 @@
-"""Defines what a trainer rank's engine asks of the backend that holds its model.
+"""Defines the interface between a trainer rank's engine and the backend that holds its model.
 
-Velocities of rows, gradients, optimizer steps, checkpoints, weights to publish. How weights are spread over ranks is
-the backend's alone.
+The interface covers velocities of rows, gradients, optimizer steps, checkpoints, and weights to publish. Only the
+backend knows the distribution of weights over ranks.
 
-All of it is collective: with several ranks, every rank calls the same in the same order, with rows of its own.
+All methods are collective: with several ranks, every rank makes the same calls in the same order, with its own rows.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class TrainBackend(Protocol):
-    """The model of one trainer rank, with its optimizer. Tensors that it gives may be shards (DTensor), on any device.
+    """The model of one trainer rank, with its optimizer. Returned tensors may be shards (DTensor), on any device.
 
-    device: where rows are computed. dtype: that of the computation, and of published weights.
+    device: the device of the computation. dtype: the dtype of the computation and of published weights.
     trainable: the parameters that the optimizer changes, as `component.name` with their diffusers names: adapters under
     LoRA, everything otherwise.
-    auxiliary: the auxiliary policies that the objective wants, and the moving average if `trainer.ema` asks for one.
-    digest: the digest of the weights as loaded, in `dtype`, under their diffusers names (rank 0 only, else empty)."""
+    auxiliary: the auxiliary policies of the objective, and the moving average if `trainer.ema` is set.
+    digest: the digest of the loaded weights, in `dtype`, under their diffusers names (rank 0 only, else empty)."""
 
     device: torch.device
     dtype: torch.dtype
@@ -43,11 +43,11 @@ class TrainBackend(Protocol):
     digest: str
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: TensorDict, spec: Any, needs: Needs) -> Tensor:
-        """Compute the policy's velocity (B, *shape), float32, with gradient where grad mode is on.
+        """Compute the policy's velocity (B, *shape), float32, with gradient if grad mode is on.
 
         Args:
-            latents, sigma, conditioning, spec: as `Policy.velocity` takes them, but rows may need several components.
-            needs: the components of these rows, and those that every rank calls."""
+            latents, sigma, conditioning, spec: as in `Policy.velocity`, but rows may need several components.
+            needs: the components of these rows, and the components that every rank calls."""
 
     def auxiliary_velocity(
         self,
@@ -61,31 +61,29 @@ class TrainBackend(Protocol):
         """Compute the velocity of an auxiliary policy, without gradient.
 
         Args:
-            auxiliary: which one; `reference` is the policy as loaded.
-            latents, sigma, conditioning, spec, needs: as `velocity` takes them.
+            auxiliary: its name; `reference` is the policy as loaded.
+            latents, sigma, conditioning, spec, needs: as in `velocity`.
 
         Raises:
-            TrainingError: the objective did not ask for this policy."""
+            TrainingError: the objective does not declare this policy."""
 
     def backward(self, losses: Tensor, weight: float) -> None:
         """Add `weight` times the gradient of the sum of `losses` (rows,) over all ranks; a rank may pass 0."""
 
     def gradient_norm(self) -> float:
-        """Return the 2-norm of what was added since the last step, over all ranks. Called once before each `step`."""
+        """Return the 2-norm of the accumulated gradient over all ranks. Called once before each `step`."""
 
     def step(self, factor: float, rate: float) -> None:
-        """Multiply the gradient by `factor` and step the optimizer with the learning rate `rate`.
-
-        The gradient is forgotten."""
+        """Multiply the gradient by `factor`, step the optimizer with the learning rate `rate`, discard the gradient."""
 
     def discard(self) -> None:
-        """Forget the gradient."""
+        """Discard the gradient."""
 
     def base(self) -> Mapping[str, Tensor]:
-        """Return the model's own weights by diffusers name, without adapters, in an order that never changes."""
+        """Return the model's own weights by diffusers name, without adapters, in a fixed order."""
 
     def adapters(self) -> Mapping[str, Tensor]:
-        """Return the weights of LoRA's adapters by diffusers name, in an order that never changes."""
+        """Return the weights of LoRA's adapters by diffusers name, in a fixed order."""
 
     def begin_save(self, folder: Path) -> Future[Any]:
         """Copy out the trained parameters, auxiliary policies and the optimizer's state.
@@ -93,7 +91,7 @@ class TrainBackend(Protocol):
         The future is done when this rank's part of them is in `folder`."""
 
     def load(self, folder: Path) -> None:
-        """Read what `begin_save` wrote, under any layout. TrainingError if it is of another model."""
+        """Read a checkpoint of `begin_save`, under any layout. Raises TrainingError if it is of another model."""
 
 
 def build_backend(
@@ -103,13 +101,13 @@ def build_backend(
 
     Args:
         config: the run's.
-        objective: that of `algorithm.name`.
+        objective: the objective `algorithm.name`.
         policy: the model family's, for the checkpoint to train.
-        device: where this rank computes.
-        layout: this rank's place among all.
+        device: this rank's device.
+        layout: this rank's place among all ranks.
 
     Raises:
-        ValueError: the backend cannot do what the recipe asks for."""
+        ValueError: the backend does not support the recipe."""
     trainer, on_cpu = config.trainer, device.type == "cpu"
     backend = find_backend(trainer.backend, workers=layout.world_size, offload=trainer.offload, on_cpu=on_cpu)
     built: TrainBackend = backend.load()(config, objective, policy, device, layout)

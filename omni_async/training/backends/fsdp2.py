@@ -1,9 +1,9 @@
 """Trains under FSDP2: weights, gradients and optimizer state are spread over the ranks.
 
-`trainer.shard` of them hold one copy, in host memory between their uses where `trainer.offload` asks for it.
+`trainer.shard` ranks hold one copy together. With `trainer.offload` it is in host memory between uses.
 
-FSDP2 casts parameters to `model.dtype` as it gathers them and reduces gradients in float32. Weights are read from the
-checkpoint's files, each rank its shards, if the policy can build its components without them.
+FSDP2 casts parameters to `model.dtype` as it gathers them and reduces gradients in float32. If the policy can build its
+components without weights, each rank reads its shards from the checkpoint's files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from omni_async.training.model import ModuleBackend, repeated_layers
 
 
 class Fsdp2Backend(ModuleBackend):
-    """The `TrainBackend` of ranks that share the weights. TrainingError if the process group is not the layout's."""
+    """The `TrainBackend` of ranks that share the weights. Raises TrainingError if process group and layout differ."""
 
     def __init__(
         self, config: Config, objective: Objective, policy: Policy, device: torch.device, layout: ParallelLayout
@@ -46,12 +46,12 @@ class Fsdp2Backend(ModuleBackend):
         return torch.device("cpu") if self.config.trainer.offload else self.device
 
     def place(self, component: nn.Module) -> None:
-        """Shard the component's layers, then what is left of it.
+        """Shard the component's layers, then the rest of the component.
 
-        It is called by itself and never the whole model, so each component is an FSDP root of its own."""
+        Each component is a separate FSDP root, because components are called separately and never as a whole model."""
         precision = MixedPrecisionPolicy()
         if self.dtype != torch.float32:
-            # FSDP2 would cast every input. Engines give the time in float32, and 1000 sigma has no room in bfloat16.
+            # FSDP2 would cast every input. Engines pass the time in float32, and 1000 sigma does not fit in bfloat16.
             precision = MixedPrecisionPolicy(
                 param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
@@ -59,7 +59,7 @@ class Fsdp2Backend(ModuleBackend):
         offload = OffloadPolicy()
         if self.config.trainer.offload:
             offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
-        # None frees a layer's weights after its forward pass and keeps those of the root, which backward needs first.
+        # None frees a layer's weights after its forward pass, and keeps the root's weights, which backward needs first.
         reshard = False if self.config.trainer.gather == "step" else None
         for part in (*repeated_layers(component), component):
             root = fully_shard(
@@ -70,18 +70,18 @@ class Fsdp2Backend(ModuleBackend):
                 offload_policy=offload,
             )
         root.set_reshard_after_backward(reshard is None)
-        # fully_shard moves what it shards; buffers of modules without parameters stay behind.
+        # fully_shard moves only the modules that it shards, and not the buffers of modules without parameters.
         for buffer in component.buffers():
             if not buffer.is_meta:
                 buffer.data = buffer.data.to(self.device)
 
     def backward(self, losses: Tensor, weight: float) -> None:
-        # FSDP2 averages gradients over all ranks. Their sum is wanted: each has rows of its own, or its part of a row.
+        # FSDP2 averages gradients over all ranks. The sum is needed: each rank has its own rows, or a part of a row.
         torch.autograd.backward(losses.sum() * (weight * self.layout.world_size))
 
 
 def _mesh(device: torch.device, layout: ParallelLayout) -> DeviceMesh:
-    """Return the ranks as FSDP2 takes them: those that hold a copy of the weights together, times the copies."""
+    """Return the device mesh for FSDP2: the copies of the weights times the ranks that hold a copy together."""
     if not dist.is_initialized():
         if layout.world_size > 1:
             raise TrainingError("call training.device.init_process_group on every rank before TrainEngine.setup")
@@ -100,9 +100,7 @@ def _mesh(device: torch.device, layout: ParallelLayout) -> DeviceMesh:
 def cast_inputs(
     dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Cast a denoiser's inputs to the dtype that it computes in, except the time.
-
-    The time is known by the name that diffusers gives it."""
+    """Cast a denoiser's inputs to the dtype of its computation, except the time, which diffusers' name identifies."""
 
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -23,13 +23,13 @@ from omni_async.commands.report.shown import show
 from omni_async.config import ConfigError
 from omni_async.config.reading import OutsideError
 from omni_async.control.control_state import LedgerState
-from omni_async.control.ledger import LedgerDamaged, require_prefix
 from omni_async.records.read import line_files, record
 from omni_async.records.read.columns import Columns
 from omni_async.records.read.follow import Follower
 from omni_async.records.read.record import read_run
 from omni_async.records.read.spans import Actor, Placed, SpanLine, SpanStore
 from omni_async.records.write import files
+from omni_async.records.write.ledger_file import LedgerDamaged, require_prefix
 from omni_async.records.write.rundir import RunDirectory, RunDirectoryError
 from omni_async.records.write.summary import read_ending, write_summary
 from omni_async.simulation.run_folder import read_measured

@@ -16,11 +16,11 @@ from msgspec.structs import replace
 from omni_async import cli
 from omni_async.config import load
 from omni_async.control.coordinator import Coordinator
-from omni_async.control.ledger import JsonlSink
 from omni_async.performance.profile import ServiceTime, write_profile
 from omni_async.records.write import rundir
 from omni_async.records.write.attempts import Attempt
 from omni_async.records.write.files import read_records
+from omni_async.records.write.ledger_file import JsonlSink
 from omni_async.records.write.rundir import RunDirectory, RunDirectoryError
 from omni_async.records.write.sinks.base import SinkUnusableError
 from omni_async.records.write.sinks.feed import Sinks

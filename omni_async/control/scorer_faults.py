@@ -1,7 +1,8 @@
-"""Attributes an outage to the sample or to the scorer, and decides whether a scorer is simply wrong.
+"""Attributes failed scores to the sample or to the scorer, and decides whether a scorer is simply wrong.
 
-Pure bookkeeping: records for every reward worker whether its scorers have answered, and whether it waits for one of
-them. A scorer is wrong if it has scored nothing yet and fails permanently for samples of several prompts.
+Pure bookkeeping: records for every reward worker whether its scorers have scored a sample, and whether it waits for a
+scorer that is down. A scorer is wrong if it has scored nothing yet and fails permanently for samples of several
+prompts.
 """
 
 from __future__ import annotations
@@ -22,28 +23,27 @@ class Suspect(Protocol):
     went_down: frozenset[str]
 
 
-class Blame:
-    """The state of the scorers. `has_scored`: the current scorers have scored a sample of this run before."""
+class ScorerFaults:
+    """The faults of the scorers. `has_scored`: the current scorers have scored a sample of this run before."""
 
     def __init__(self, config: Config, has_scored: bool) -> None:
-        at_once = config.slots
-        self._enough = min(_ALL_WRONG, at_once)
-        self._down: set[str] = set()
-        self._proven: set[str] = set()
+        self._enough = min(_ALL_WRONG, config.slots)
+        self._down: set[str] = set()  # reward workers that wait for a scorer
+        self._proven: set[str] = set()  # reward workers whose scorers have scored
         # Kind, group and prompt of samples that were rejected, or failed twice with the same error.
-        self._wrong: set[tuple[str, int, int]] = set()
+        self._failed: set[tuple[str, int, int]] = set()
         self.has_scored = has_scored
 
-    def asks(self, worker: str) -> None:
-        """Record that a reward worker is not waiting for a scorer: it requests samples, or is lost."""
+    def end_outage(self, worker: str) -> None:
+        """Record that a reward worker waits for no scorer: it requests samples, or is lost."""
         self._down.discard(worker)
 
-    def scores(self, worker: str) -> None:
+    def record_score(self, worker: str) -> None:
         """Record that the scorers of a reward worker have scored a sample."""
         self.has_scored = True
         self._proven.add(worker)
 
-    def goes_down(self, worker: str, sample: Suspect) -> bool:
+    def record_outage(self, worker: str, sample: Suspect) -> bool:
         """Record that a scorer was down when its worker submitted this sample. Return whether the sample is suspected.
 
         Only the first sample of an outage can have caused it, and only if the scorer worked before. While other workers
@@ -59,9 +59,9 @@ class Blame:
         sample.went_down = frozenset({worker})
         return True
 
-    def is_wrong(self, request: SampleRequest) -> bool:
+    def record_permanent_failure(self, request: SampleRequest) -> bool:
         """Record a sample for which a scorer fails permanently. Return whether the scorer is wrong."""
         if self.has_scored:
             return False
-        self._wrong.add((request.kind, request.group, request.prompt.index))
-        return len(self._wrong) >= self._enough
+        self._failed.add((request.kind, request.group, request.prompt.index))
+        return len(self._failed) >= self._enough
