@@ -148,7 +148,7 @@ class Roles:
     async def _reward_worker(self, name: str) -> None:
         while jobs := await self._coordinator.next_to_score(name, self._config.reward.batch):
             await asyncio.sleep(0)
-            results = [ScoreResult(job.sample_id, job.attempt, Score(_reward(job))) for job in jobs]
+            results = [ScoreResult(job.sample_id, job.attempt, score=Score(_reward(job))) for job in jobs]
             await self._coordinator.scored(name, results)
 
     async def _trainer(self) -> None:

@@ -227,20 +227,25 @@ class Score(msgspec.Struct, frozen=True, gc=False):
     values: tuple[float | None, ...] = ()
 
 
-class ScoreResult(msgspec.Struct, frozen=True, gc=False):
-    """The answer to a `ScoreJob`.
+class Answer(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """A sample's score, of one scorer or of the whole reward, or the reason why it has none.
 
-    Exactly one of `score` and `error` is set: a failed score is never a number. `attempt` is the job's; `fault` is how
-    to handle the error. `wrong`: the scorer has scored nothing yet, and failed this sample twice with the same error.
-    `cached`: number of scorer answers that came from the cache."""
+    Exactly one of `score` and `error` is set: a failed score is never a number. `fault` is how to handle the error.
+    `wrong`: the scorer has scored no generated sample yet, and failed this one twice with the same error. `cached`:
+    number of scorer answers that came from the cache."""
 
-    sample_id: str
-    attempt: int
     score: Score | None = None
     error: str | None = None
     fault: Fault = "retry"
     wrong: bool = False
     cached: int = 0
+
+
+class ScoreResult(Answer, frozen=True, gc=False):
+    """The answer to a `ScoreJob`, whose `attempt` it has."""
+
+    sample_id: str
+    attempt: int
 
 
 class ScorerReport(msgspec.Struct, frozen=True):

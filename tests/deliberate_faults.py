@@ -150,7 +150,7 @@ FAULTS = [
     ),
     *_of(
         "rewards",
-        ("guard.py", "if not self._breaker.given_up:", "if False:", "rewards/test_guard.py"),
+        ("health.py", "if not self._breaker.given_up:", "if False:", "rewards/test_health.py"),
         (
             "cache.py",
             "asked = [identity, digest, prompt.text, prompt.target,",

@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +27,7 @@ from omni_async.config.redact import resolve_references
 from omni_async.media import Media
 from omni_async.rewards.base import ScoreError, require_score
 from omni_async.rewards.score_file import ScoreFile
+from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, Score
 
 _FORMAT = b"1"
@@ -110,28 +112,48 @@ def key_of(identity: bytes, digest: bytes, prompt: Prompt) -> bytes | None:
 # ---- the answers -----------------------------------------------------------------------------------------------------
 
 
+Found = tuple[list[bytes | None], list[Score | None]]
+
+
 class ScoreCache:
     """The cached answers of one reward worker or of `omni-async score`; thread-safe.
 
+    `find` and `keep` run in `threads`; `get` and `put` may block. `report` gets a sentence when the file is unusable.
     `problem`: why the file is no longer used, None while it is in use."""
 
-    def __init__(self, config: schema.ScoreCache) -> None:
+    def __init__(self, config: schema.ScoreCache, threads: Threads, report: Callable[[str], Awaitable[None]]) -> None:
+        self._threads, self._report, self._reported = threads, report, False
         self._lock = threading.Lock()
         self._memory: OrderedDict[bytes, bytes] = OrderedDict()
         self._held, self._bound = 0, config.memory_bound
         self._file = None if config.path is None else ScoreFile(Path(config.path), config.size_bound)
-        self._told = False
 
     @property
     def problem(self) -> str | None:
         return None if self._file is None else self._file.problem
 
-    def new_problem(self) -> str | None:
-        """Return the problem once, at the first call that finds it; None before and after."""
-        if self._told or self.problem is None:
-            return None
-        self._told = True
-        return self.problem
+    async def find(self, identity: bytes | None, media: Sequence[Media], prompts: Sequence[Prompt]) -> Found:
+        """Return each sample's key, None if its answer cannot be cached, and the scorer's cached answer, if any."""
+        if identity is None:
+            return [None] * len(media), [None] * len(media)
+
+        def found() -> Found:
+            keys = [key_of(identity, digest_of(one), prompt) for one, prompt in zip(media, prompts, strict=True)]
+            known = self.get(key for key in keys if key is not None)
+            return keys, [None if key is None else known.get(key) for key in keys]
+
+        return await self._threads.run(found)
+
+    async def keep(self, keys: Sequence[bytes | None], scores: Sequence[Score | None]) -> None:
+        """Store the answers that have a key. Warn once if the cache file is unusable."""
+        pairs = zip(keys, scores, strict=True)
+        answers = {key: score for key, score in pairs if key is not None and score is not None}
+        if not answers:
+            return
+        await self._threads.run(partial(self.put, answers))
+        if self.problem is not None and not self._reported:
+            self._reported = True
+            await self._report(f"warning: reward.cache.path: {self.problem}; scores are not kept there")
 
     def get(self, keys: Iterable[bytes]) -> dict[bytes, Score]:
         """Return the known answers among `keys`."""
@@ -156,6 +178,7 @@ class ScoreCache:
                 self._file.put(entries)
 
     def close(self) -> None:
+        self._threads.close()
         with self._lock:
             if self._file is not None:
                 self._file.close()

@@ -8,19 +8,16 @@ refuses a request (for example HTTP 401) will refuse it again.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import inspect
 import re
 import sysconfig
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from omni_async.config.redact import redact_text
-from omni_async.rewards.base import Addresses, Outage, ScoreError, Scorer, concurrency_of, is_async
-from omni_async.types import Prompt
+from omni_async.config.redact import one_line, redact_text
+from omni_async.rewards.base import Outage, ScoreError, Unbounded
 
 T = TypeVar("T")
 
@@ -32,7 +29,6 @@ _NAMES = re.compile(
     re.IGNORECASE,
 )
 _REFUSED = frozenset({400, 401, 403, 405, 413, 415, 422})
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
 def is_outage(error: BaseException) -> bool:
@@ -41,15 +37,6 @@ def is_outage(error: BaseException) -> bool:
         return any(_is_outage(one) for one in _chain(error))
     except Exception:  # noqa: BLE001 (attributes of foreign exceptions may raise, and then there is nothing to judge by)
         return False
-
-
-def repeats(error: ScoreError, before: ScoreError) -> bool:
-    """Return whether a scorer failed twice in the same way, and in a way that time does not repair.
-
-    Addresses of objects may differ."""
-    if isinstance(error, Outage) or isinstance(before, Outage):
-        return False
-    return _ADDRESS.sub("0x", str(error)) == _ADDRESS.sub("0x", str(before))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -81,6 +68,8 @@ def _status(error: BaseException) -> int | None:
 # ---- what is shown of an exception -----------------------------------------------------------------------------------
 
 _LONGEST = 2000
+# A reason goes into a line of the ledger and of the console, too short for a server's error page.
+_LONGEST_REASON = 300
 # The most characters that encode one character of a secret: `\\\\u0073`, `%2525E4%2525BD...`.
 _WIDEST = 24
 _OUR_FILES = (str(Path(__file__).parent), "<frozen", importlib.__file__)
@@ -104,6 +93,21 @@ def place_of(error: BaseException) -> str:
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_OUR_FILES)]
     frames = [one for one in frames if not one.filename.startswith(_LIBRARIES)] or frames
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
+def score_error(label: str, error: BaseException, secrets: Set[str]) -> ScoreError:
+    """Return what a scorer raised as one line that names the scorer and the place, without `secrets`."""
+    error = shown_as(error, secrets)
+    text = " ".join((str(error) if isinstance(error, ScoreError) else told(error)).split())
+    if not text.startswith(f"scorer {label!r}"):
+        text = f"scorer {label!r}: {text}"
+    text, place = one_line(text), place_of(error)
+    if len(place) > _LONGEST_REASON // 2:
+        place = ""  # the error matters more than its place
+    longest = _LONGEST_REASON - len(place)
+    shown = text if len(text) <= longest else f"{text[: longest - 3]}..."
+    kind = Outage if is_outage(error) else Unbounded if isinstance(error, Unbounded) else ScoreError
+    return kind(shown + place)
 
 
 def call_discreetly(call: Callable[[], T], secrets: Set[str]) -> T:
@@ -140,40 +144,3 @@ def _cut(text: str, secrets: Set[str]) -> str:
     elif len(shown) <= _LONGEST:
         return shown
     return f"{shown[:_LONGEST]}... ({len(text)} characters)"
-
-
-class Discreet:
-    """A scorer whose exceptions are safe to show. `is_async`: whether to await `ask` or to call `score`."""
-
-    def __init__(self, scorer: Scorer, secrets: frozenset[str]) -> None:
-        self.name = getattr(scorer, "name", type(scorer).__name__)  # not for messages, which show the recipe's name
-        self.concurrency = concurrency_of(scorer)
-        self.accepts = getattr(scorer, "accepts", None)
-        self.is_async = is_async(scorer)
-        self._scorer: Any = scorer
-        self._secrets = secrets
-
-    def score(self, media: list[Any], prompts: list[Prompt], /) -> Any:
-        return call_discreetly(lambda: self._scorer.score(media, prompts), self._secrets)
-
-    async def ask(self, media: list[Any], prompts: list[Prompt], /) -> Any:
-        try:
-            return await self._scorer.score(media, prompts)
-        except BaseException as error:  # noqa: BLE001 (foreign code)
-            raise shown_as(error, self._secrets) from None
-
-    def connect(self, addresses: Addresses) -> None:
-        """Pass the scorer, if it has `connect`, a function that returns the addresses of a role."""
-        if (connect := getattr(self._scorer, "connect", None)) is not None:
-            call_discreetly(lambda: connect(addresses), self._secrets)
-
-    async def close(self, in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]) -> None:
-        """Close the scorer, if it has a `close`, and ignore the exceptions that it raises.
-
-        `in_thread` runs calls that may block."""
-        close = getattr(self._scorer, "close", None)
-        with contextlib.suppress(Exception):
-            if inspect.iscoroutinefunction(close):
-                await close()
-            elif callable(close):
-                await in_thread(close)

@@ -6,16 +6,13 @@ addition; quantiles are computed from all their times.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 from omni_async.aio.clock import Clock
-from omni_async.rewards.guard import Failure
-from omni_async.types import Score, ScorerReport
-
-T = TypeVar("T")
+from omni_async.types import Answer, ScorerReport
 
 # The most times in one report, thinned out if there are more, and the most that are kept for it (the newest).
 _MOST_TIMES, _MOST_KEPT = 512, 4096
@@ -37,7 +34,7 @@ class ScorerStatistics:
         self._begin()
 
     def _begin(self) -> None:
-        self._calls = self._samples = self._failed = self._cached = 0
+        self._counts = Counter[str]()
         self._tokens = 0.0
         # Bounded, because a server's times are never taken.
         self._call_s: deque[float] = deque(maxlen=_MOST_KEPT)
@@ -51,44 +48,39 @@ class ScorerStatistics:
             yield
         finally:
             ended = self._clock.now()
-            self._calls += 1
-            self._samples += len(prompts)
+            self._counts.update(calls=1, samples=len(prompts))
             self._call_s.append(ended - began)
             self._observe(self._label, prompts, began, ended)
 
-    async def timed(self, answer: Awaitable[T]) -> T:
-        """Await a sample's answer, and record the seconds since the request for it."""
+    def timed(self, answer: asyncio.Future[Answer]) -> asyncio.Future[Answer]:
+        """Record the seconds until a sample's answer, from now. Returns the same future."""
         began = self._clock.now()
         self._in_flight += 1
-        try:
-            return await answer
-        finally:
+
+        def ended(_: asyncio.Future[Answer]) -> None:
             self._in_flight -= 1
             self._answer_s.append(self._clock.now() - began)
 
-    def answered(self, outcomes: Iterable[Score | Failure | None]) -> None:
-        """Count the scorer's answers; None for a cached answer."""
-        for outcome in outcomes:
-            if outcome is None:
-                self._cached += 1
-            elif isinstance(outcome, Score):
-                self._tokens += sum(outcome.parts.get(name, 0.0) for name in TOKENS)
-            else:
-                self._failed += 1
+        answer.add_done_callback(ended)
+        return answer
+
+    def answered(self, answers: Iterable[Answer]) -> None:
+        """Count the scorer's answers."""
+        for answer in answers:
+            self._counts.update(cached=answer.cached, failed=answer.score is None)
+            if answer.score is not None and not answer.cached:
+                self._tokens += sum(answer.score.parts.get(name, 0.0) for name in TOKENS)
 
     def take(self, queued: int) -> ScorerReport:
         """Return the counts and reset them. `queued`: samples that wait for a call."""
         report = ScorerReport(
             self._label,
-            in_flight=self._in_flight,
-            queued=queued,
-            calls=self._calls,
-            samples=self._samples,
-            failed=self._failed,
-            cached=self._cached,
+            self._in_flight,
+            queued,
             tokens=self._tokens,
             call_s=_thinned(self._call_s),
             answer_s=_thinned(self._answer_s),
+            **self._counts,
         )
         self._begin()
         return report

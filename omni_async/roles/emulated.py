@@ -32,13 +32,13 @@ from omni_async.performance.emulation import (
 )
 from omni_async.performance.profile import Profile
 from omni_async.performance.scorer_lanes import scorer_lanes
-from omni_async.rewards.guard import Failure
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.roles.api import Abandoned, CoordinatorForRewarder, Tracer
 from omni_async.roles.plan import Plan
 from omni_async.roles.rewarder import Rewarder
 from omni_async.store import ObjectStore
 from omni_async.types import (
+    Answer,
     Piece,
     Prompt,
     ReadyGroup,
@@ -126,18 +126,18 @@ class EmulatedRewarder(Rewarder):
         with self._tracer.span("switch"):
             await asyncio.sleep(self._draws.seconds("switch"))
 
-    async def _media(self, job: ScoreJob) -> Media | Failure:
+    async def _media(self, job: ScoreJob) -> Media | Answer:
         """Fetch the sample's bytes; the scorers only need its seed."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         fetched: Any = await super()._media(job)
         self._fetch_s = loop.time() - began
-        if isinstance(fetched, Failure):
+        if isinstance(fetched, Answer):
             return fetched
         try:
             seed = seed_of(fetched)
         except ValueError as error:
-            return Failure(f"ValueError: {error}")
+            return Answer(error=f"ValueError: {error}")
         return Media(image=with_seed(np.zeros(24, np.uint8), seed).reshape(3, 1, 8))
 
 

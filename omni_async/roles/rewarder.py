@@ -4,7 +4,7 @@ Waits for a generated sample (`starved`); unblocked by a producer's `samples_don
 samples as its scorers could start now; scorers without a concurrency limit take all available samples. While a scorer
 is down it takes no samples and waits for the scorer (`outage`); unblocked by its answer, by `reward.outage_s`, or by
 the end of the run. A failure is reported as an error, never as a number. Scorers that block run in threads, off the
-event loop; `omni_async.rewards.guard` documents how they may fail.
+event loop; `omni_async.rewards.health` documents how they may fail.
 
 Before the worker takes its first sample, its scorers score a synthetic one: a scorer that is simply wrong ends the run
 then, while engines still load.
@@ -16,20 +16,20 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omni_async.aio.batches import room_of
+from msgspec.structs import asdict
+
 from omni_async.aio.clock import Clock
 from omni_async.aio.waiting import Coalescer, Event, cancel, first_of
 from omni_async.config import Config
 from omni_async.media import Media
 from omni_async.rewards.base import WrongScorer
-from omni_async.rewards.guard import Failure
 from omni_async.rewards.loaded import LoadedReward
-from omni_async.rewards.panel import Panel, Result
+from omni_async.rewards.panel import Panel
 from omni_async.rewards.probe import Probe
 from omni_async.rewards.scorers.addresses import KnownAddresses
 from omni_async.roles.api import CoordinatorForRewarder, Tracer
 from omni_async.store import ObjectLost, ObjectStore
-from omni_async.types import ScoreJob, ScoreResult
+from omni_async.types import Answer, ScoreJob, ScoreResult
 
 # How long a worker's start waits for the first answer of its scorers. Later answers also count, until the first sample
 # is taken.
@@ -49,12 +49,17 @@ class Rewarder:
     probe: Probe | None = None
 
     def __post_init__(self) -> None:
-        config, report = self.config.reward, self.coordinator.phase
         self._tracer = Tracer(self.name, self.coordinator, self.clock, self._report_scorers)
         self._panel = Panel(
-            self.name, self.reward, config, self.clock, report, probe=self.probe, observe=self._record_call
+            self.name,
+            self.reward,
+            self.config.reward,
+            self.clock,
+            self.coordinator.phase,
+            probe=self.probe,
+            observe=self._record_call,
+            addresses=KnownAddresses(self.config.reward, self.coordinator.addresses),
         )
-        self._panel.connect(KnownAddresses(config, self.coordinator.addresses))
         self._trial: asyncio.Task[str | None] | None = None
         self._scoring: set[asyncio.Task[None]] = set()
         self._fetching = 0  # samples that have not reached any scorer yet
@@ -96,12 +101,12 @@ class Rewarder:
             return
         while True:
             attempt = await self._scorers_are_up()
-            room = room_of(self._panel.loads, self._fetching)
+            room = self._panel.room(self._fetching)
             if not room:
                 await self._changed.wait()
                 continue
             with self._tracer.span("starved"):
-                jobs = await self.coordinator.next_to_score(self.name, 1 if attempt else room)
+                jobs = await self.coordinator.next_to_score(self.name, room)
             if not jobs:
                 break
             if jobs[0].alone:
@@ -137,21 +142,19 @@ class Rewarder:
             self._fetching -= len(jobs)
         await asyncio.gather(*map(self._score, jobs, media))
 
-    async def _score(self, job: ScoreJob, media: Media | Failure) -> None:
-        result = await self._result(job, media)
+    async def _score(self, job: ScoreJob, media: Media | Answer) -> None:
+        answer = media if isinstance(media, Answer) else await self._answer(job, media)
         self._changed.notify()
-        await self._results.send(_message(job, result))
+        await self._results.send(ScoreResult(job.sample_id, job.attempt, **asdict(answer)))
 
-    async def _result(self, job: ScoreJob, media: Media | Failure) -> Result:
-        if isinstance(media, Failure):
-            return Result(media)
+    async def _answer(self, job: ScoreJob, media: Media) -> Answer:
         return await self._panel.score(media, job.prompt, (job.sample_id, job.attempt))
 
     async def _hand_in(self, results: list[ScoreResult]) -> list[None]:
         await self.coordinator.scored(self.name, results)
         return [None] * len(results)
 
-    async def _media(self, job: ScoreJob) -> Media | Failure:
+    async def _media(self, job: ScoreJob) -> Media | Answer:
         """Fetch the job's media. Missing media are no evidence against the scorers."""
         timeout_s = self.config.reward.timeout_s
         try:
@@ -159,22 +162,14 @@ class Rewarder:
                 media: Media = await self.store.get(job.media)
                 return media
         except TimeoutError:
-            return Failure(f"its media did not arrive within {timeout_s:g} s")
+            return Answer(error=f"its media did not arrive within {timeout_s:g} s")
         except ObjectLost as error:
-            return Failure(str(error), "replace")
+            return Answer(error=str(error), fault="replace")
         except Exception as error:  # noqa: BLE001 (the sample's trouble, not the worker's)
-            return Failure(f"{type(error).__name__}: {error}")
+            return Answer(error=f"{type(error).__name__}: {error}")
 
     def _record_call(self, scorer: str, prompts: Sequence[int], start: float, end: float) -> None:
         self._tracer.add("score", start, end, samples=len(prompts), scorer=scorer, prompts=sorted({*prompts}))
 
     async def _report_scorers(self) -> None:
         await self.coordinator.report_scorers(self.name, self._panel.take_reports())
-
-
-def _message(job: ScoreJob, result: Result) -> ScoreResult:
-    outcome = result.outcome
-    if isinstance(outcome, Failure):
-        error, fault, wrong = outcome.reason, outcome.fault, outcome.wrong
-        return ScoreResult(job.sample_id, job.attempt, error=error, fault=fault, wrong=wrong)
-    return ScoreResult(job.sample_id, job.attempt, score=outcome, cached=result.cached)

@@ -68,7 +68,7 @@ async def _score_in_turn(name: str, world: World) -> None:
         if shared is not None:
             shared.leave()
         reserved.add(-len(jobs))
-        await coordinator.scored(name, [ScoreResult(job.sample_id, job.attempt, _SCORE) for job in jobs])
+        await coordinator.scored(name, [ScoreResult(job.sample_id, job.attempt, score=_SCORE) for job in jobs])
 
 
 Scored = Callable[[list[ScoreJob]], None]
@@ -145,7 +145,7 @@ class SimulatedPanel:
             self._missing[job.sample_id] -= 1
             if not self._missing[job.sample_id]:
                 del self._missing[job.sample_id]
-                done.append(ScoreResult(job.sample_id, job.attempt, _SCORE))
+                done.append(ScoreResult(job.sample_id, job.attempt, score=_SCORE))
         if done:
             if not self._missing:
                 world.meters.busy["reward"].add(self._busy_since, world.loop.now)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec.structs import replace
 
@@ -26,9 +26,9 @@ from omni_async.media import Media
 from omni_async.plugins.families import PipelineFamily
 from omni_async.plugins.programs import RolloutProgram
 from omni_async.rewards import registry
-from omni_async.rewards.base import ScoreError, require_scores, shown_to
-from omni_async.rewards.failures import Discreet, is_outage, place_of, told
-from omni_async.rewards.guard import GuardedScorer
+from omni_async.rewards.base import Addresses, ScoreError, Scorer, is_async, require_scores, shown_to
+from omni_async.rewards.failures import is_outage, place_of, shown_as, told
+from omni_async.rewards.health import ScorerHealth
 from omni_async.rewards.probe import Probe
 from omni_async.rewards.scorers.addresses import KnownAddresses
 from omni_async.rewards.threads import Threads
@@ -85,40 +85,51 @@ class Refine:
 
     The judge is named `label`. It does not block the event loop, and scores all waiting samples in one call."""
 
-    def __init__(self, calls: int, edit: str, label: str, judge: Discreet, reward: Reward | None = None) -> None:
+    def __init__(
+        self, calls: int, edit: str, section: ScorerSection, judge: Scorer, reward: Reward | None = None
+    ) -> None:
         """Store the settings.
 
         Args:
             calls: of a sample.
             edit: the text of an edit.
-            label: the judge's name in errors.
+            section: the judge's in the recipe; its name is shown in errors, its secrets are not.
             judge: called before every edit.
             reward: its time-out and pauses apply to the trial of the judge."""
-        self._calls, self._edit, self._label, self._judge = calls, edit, label, judge
+        self._calls, self._edit, self._label, self._judge = calls, edit, section.name, judge
         self._reward = reward or Reward()
+        self._limits = ScorerSection(name=section.name, params=section.params)
+        self._secrets = registry.secrets_of(section)
         self.untried: str | None = None
         self._judging = Coalescer(self._judge_all)
+
+    def _health(self, threads: Threads) -> ScorerHealth:
+        async def silent(text: str) -> None:
+            """Report nothing: a judge that is down is reported with the samples that it fails."""
+
+        clock = WallClock()
+        return ScorerHealth(self._label, self._judge, self._limits, self._reward, clock, threads, silent, is_tried=True)
 
     async def try_out(self, probe: Probe) -> str | None:
         """Return why the judge is wrong, if it fails twice in the same way for a synthetic sample.
 
         `untried`: why it could not be tried, if it is down or hangs."""
-
-        async def silent(text: str) -> None:
-            """Report nothing: a judge that is down is reported with the samples that it fails."""
-
-        threads, limits = Threads(self._label), ScorerSection(name=self._label)
-        guard = GuardedScorer(self._label, self._judge, self._reward, limits, WallClock(), threads, silent, probe)
+        threads = Threads(self._label)
+        health = self._health(threads)
         try:
-            wrong = await guard.try_out()
-            self.untried = f"rollout.program.settings.judge: {guard.outage}" if guard.down and wrong is None else None
+            wrong = await health.try_out(probe)
+            self.untried = f"rollout.program.settings.judge: {health.outage}" if health.down and wrong is None else None
         finally:
             threads.close()
         return None if wrong is None else f"rollout.program.settings.judge: {wrong}"
 
+    def connect(self, addresses: Addresses) -> None:
+        """Pass the judge a function that returns the addresses of a role."""
+        self._health(Threads(self._label)).calls.connect(addresses)
+
     async def close(self) -> None:
         """Let the judge free its resources, such as connections."""
-        await self._judge.close(in_daemon_thread)
+        await self._health(Threads(self._label)).calls.close()
 
     async def __call__(self, prompt: Prompt, draw: Draw) -> None:
         media = await draw(prompt)
@@ -139,12 +150,16 @@ class Refine:
         try:
             shown = shown_to(self._label, self._judge, [one for one, _ in drawn])
             prompts = [prompt for _, prompt in drawn]
-            if self._judge.is_async:
-                scores = await self._judge.ask(shown, prompts)
-            else:
-                scores = await in_daemon_thread(self._judge.score, shown, prompts)
+            scores: Any = (
+                await self._judge.score(shown, prompts)  # type: ignore[misc]
+                if is_async(self._judge)
+                else await in_daemon_thread(self._judge.score, shown, prompts)
+            )
             return require_scores(self._label, scores, prompts)
-        except Exception as error:  # noqa: BLE001 (foreign code; raised in the samples that it fails)
+        except BaseException as raised:  # foreign code; raised in the samples that it fails
+            error = shown_as(raised, self._secrets)
+            if not isinstance(error, Exception):
+                raise
             if len(drawn) == 1 or is_outage(error):
                 return [ScoreError(f"judge {self._label!r}: {told(error)}{place_of(error)}")] * len(drawn)
         return [verdict for one in drawn for verdict in await self._judge_all([one])]
@@ -154,9 +169,10 @@ def build(config: Config) -> Refine:
     """Build the program of a recipe, with its judge."""
     assert config.rollout.program is not None
     settings: RefineSettings = config.rollout.program.settings
-    judge = Discreet(registry.build(settings.judge), registry.secrets_of(settings.judge))
-    judge.connect(KnownAddresses(config.reward, None))
-    return Refine(config.rollout.calls, settings.edit, settings.judge.name, judge, config.reward)
+    judge = registry.build(settings.judge)
+    program = Refine(config.rollout.calls, settings.edit, settings.judge, judge, config.reward)
+    program.connect(KnownAddresses(config.reward, None))
+    return program
 
 
 REFINE = RolloutProgram("omni_async_pipelines.refine:build", RefineSettings, _problems, _prompt_check)

@@ -162,7 +162,7 @@ def scores(jobs: Sequence[ScoreJob], reward: Reward) -> list[ScoreResult]:
     for job in jobs:
         value = reward(job)
         error, score = (value, None) if isinstance(value, str) else (None, Score(value))
-        results.append(ScoreResult(job.sample_id, job.attempt, score, error))
+        results.append(ScoreResult(job.sample_id, job.attempt, score=score, error=error))
     return results
 
 

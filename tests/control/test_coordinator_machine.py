@@ -220,7 +220,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def tell_score(
         self, worker: str, job: ScoreJob, score: Score | None = None, error: str = "late", fault: Any = "retry"
     ) -> None:
-        told = ScoreResult(job.sample_id, job.attempt, score, None if score else error, fault)
+        told = ScoreResult(job.sample_id, job.attempt, score=score, error=None if score else error, fault=fault)
         now(self.coordinator.scored(worker, [told]))
 
     def got_jobs(self, worker: str, jobs: list[ScoreJob]) -> None:

@@ -109,7 +109,8 @@ def test_scorers_that_cancel_out_are_signal_where_each_has_advantages_of_its_own
     bench = Bench(S=0, P=1, aggregate=aggregate)
     bench.make(bench.lease())
     values = zip(bench.jobs(), ((1.0, 0.0), (0.0, 1.0)), strict=True)
-    now(bench.c.scored("reward-0", [ScoreResult(job.sample_id, 1, Score(1.0, values=value)) for job, value in values]))
+    results = [ScoreResult(job.sample_id, 1, score=Score(1.0, values=value)) for job, value in values]
+    now(bench.c.scored("reward-0", results))
     assert [entry.event for entry in bench.entries] == ([] if event is None else [event])
 
 
@@ -405,8 +406,8 @@ async def test_roles_that_finish_before_the_run_did_have_failed() -> None:
 def test_an_update_event_carries_what_a_person_wants_to_see() -> None:
     bench = Bench(S=1, P=1, updates=2)
     bench.make(bench.lease(2))
-    values = zip(bench.jobs(), (1.0, 3.0), strict=True)
-    results = [ScoreResult(job.sample_id, 1, Score(value, {"ocr": value / 2}, text="HI")) for job, value in values]
+    scores = [Score(value, {"ocr": value / 2}, text="HI") for value in (1.0, 3.0)]
+    results = [ScoreResult(job.sample_id, 1, score=one) for job, one in zip(bench.jobs(), scores, strict=True)]
     now(bench.c.scored("reward-0", results))
     (group,) = groups = bench.take()
     assert group.rewards == [1.0, 3.0] and group.oldest_version == 0

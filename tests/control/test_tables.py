@@ -71,7 +71,7 @@ class SampleWorld:
 
     def answer(self, worker: str, sample: Sample, how: str) -> list[str]:
         score, fault = (Score(1.0), "retry") if how == "score" else (None, how)
-        result = ScoreResult(sample.request.sample_id, sample.request.attempt, score, fault=fault)  # type: ignore[arg-type]
+        result = ScoreResult(sample.request.sample_id, sample.request.attempt, score=score, fault=fault)  # type: ignore[arg-type]
         outcome = self.table.scored(worker, result)
         if isinstance(outcome, Failure):
             return [outcome.event]
@@ -134,7 +134,7 @@ def test_kept_answers_are_counted_until_the_next_update() -> None:
     world = SampleWorld()
     world.add_generated()
     for job, cached in zip(world.table.jobs("w", 2), (1, 2), strict=True):
-        result = ScoreResult(job.sample_id, job.attempt, Score(1.0), cached=cached)
+        result = ScoreResult(job.sample_id, job.attempt, score=Score(1.0), cached=cached)
         for _ in range(2):
             world.table.scored("w", result)
     assert world.table.cached == 3, "a second answer does not count"

@@ -12,12 +12,11 @@ from omni_async_pipelines.refine import REFINE, Refine, build
 
 from omni_async.aio.clock import WallClock
 from omni_async.config import Config, ConfigError
-from omni_async.config.schema import Reward
+from omni_async.config.schema import Reward, Scorer
 from omni_async.data.image_files import read_prompt_image
 from omni_async.media import Media
 from omni_async.plugins.families import find_family
 from omni_async.rewards.base import WrongScorer
-from omni_async.rewards.failures import Discreet
 from omni_async.rewards.probe import Probe
 from omni_async.roles.producer import Producer
 from omni_async.runtime.preflight import scorers
@@ -50,8 +49,8 @@ def grey(level: int) -> Media:
     return as_media(np.full((8, 8, 3), level, np.uint8))
 
 
-def shown(judge: Any) -> Discreet:
-    return Discreet(judge, frozenset())
+def refine(calls: int, edit: str, label: str, judge: Any, reward: Reward | None = None) -> Refine:
+    return Refine(calls, edit, Scorer(name=label), judge, reward)
 
 
 async def test_a_judge_may_be_asynchronous():
@@ -71,7 +70,7 @@ async def test_every_further_call_edits_what_was_judged():
         asked.append(prompt)
         return grey(51 * len(asked))
 
-    program = Refine(3, "{prompt} to {target}; I read {read}, {score}", "reader", shown(Reader()))
+    program = refine(3, "{prompt} to {target}; I read {read}, {score}", "reader", Reader())
     await program(Prompt(4, "write it", target="abc"), draw)
     assert [prompt.text for prompt in asked] == [
         "write it",
@@ -87,7 +86,7 @@ async def test_samples_that_wait_for_the_judge_are_judged_together():
         return grey(prompt.index)
 
     judge = Reader()
-    program = Refine(2, "{read}", "reader", shown(judge))
+    program = refine(2, "{read}", "reader", judge)
     await asyncio.gather(*(program(Prompt(number, "x"), draw) for number in range(5)))
     assert sum(judge.batches) == 5 and len(judge.batches) <= 2
 
@@ -101,7 +100,7 @@ async def test_a_judge_that_gives_no_scores_fails_the_sample_with_its_name():
         return grey(0)
 
     with pytest.raises(Exception, match=r"scorer 'broken'.*expected a Score"):
-        await Refine(2, "{read}", "broken", shown(Broken()))(Prompt(0, "x"), draw)
+        await refine(2, "{read}", "broken", Broken())(Prompt(0, "x"), draw)
 
 
 async def judged(judge: Reader, number: int) -> list[Any]:
@@ -110,7 +109,7 @@ async def judged(judge: Reader, number: int) -> list[Any]:
     async def draw(prompt: Prompt) -> Media:
         return grey(prompt.index)
 
-    program = Refine(2, "{read}", "reader", shown(judge))
+    program = refine(2, "{read}", "reader", judge)
     return await asyncio.gather(*(program(Prompt(i, "x"), draw) for i in range(number)), return_exceptions=True)
 
 
@@ -170,7 +169,7 @@ async def test_a_key_of_the_judge_is_what_the_environment_of_the_engine_holds_an
     assert problem.startswith("rollout.program.settings.judge: ") and "not set; set JUDGE_KEY" in problem
     monkeypatch.setenv("JUDGE_KEY", "hunter2222")
     assert not [*REFINE.problems(config, family)]
-    assert build(config)._judge._scorer.key == "hunter2222"
+    assert build(config)._judge.key == "hunter2222"
 
 
 def probe() -> Probe:
@@ -188,11 +187,11 @@ async def test_a_judge_is_tried_with_a_synthetic_sample():
             raise ConnectionRefusedError("nobody is there")
 
     broken = Broken()
-    wrong = await Refine(2, "{read}", "broken", shown(broken)).try_out(probe())
+    wrong = await refine(2, "{read}", "broken", broken).try_out(probe())
     assert wrong is not None and wrong.startswith("rollout.program.settings.judge: ") and "no licence" in wrong
     assert broken.batches == [2, 2]
-    assert await Refine(2, "{read}", "down", shown(Down())).try_out(probe()) is None
-    assert await Refine(2, "{read}", "reader", shown(Reader())).try_out(probe()) is None
+    assert await refine(2, "{read}", "down", Down()).try_out(probe()) is None
+    assert await refine(2, "{read}", "reader", Reader()).try_out(probe()) is None
 
 
 async def test_a_judge_that_hangs_at_its_trial_is_reported(monkeypatch: pytest.MonkeyPatch):
@@ -203,8 +202,8 @@ async def test_a_judge_that_hangs_at_its_trial_is_reported(monkeypatch: pytest.M
             over.wait(PATIENCE)
             return super().score(media, prompts)
 
-    def refine(config: Config | None = None) -> Refine:
-        return Refine(2, "{read}", "slow", shown(Hanging()), Reward(timeout_s=0.01))
+    def built(config: Config | None = None) -> Refine:
+        return refine(2, "{read}", "slow", Hanging(), Reward(timeout_s=0.01))
 
     class Engine:
         async def start(self) -> WeightReport:
@@ -218,10 +217,10 @@ async def test_a_judge_that_hangs_at_its_trial_is_reported(monkeypatch: pytest.M
 
     why = "a judge could not be tried, it may be down: rollout.program.settings.judge: scorer 'slow': no score within"
     config, engine, desk = load_text(MINIMAL), Engine(), Desk()
-    arguments: Any = ("rollout-0", config, engine, desk, LocalStore(), WallClock(), None, refine(), probe())
+    arguments: Any = ("rollout-0", config, engine, desk, LocalStore(), WallClock(), None, built(), probe())
     try:
         await Producer(*arguments).start()
-        monkeypatch.setattr(scorers, "built_program", refine)
+        monkeypatch.setattr(scorers, "built_program", built)
         (note,) = await scorers._try_program(config, probe())
     finally:
         over.set()
@@ -238,7 +237,7 @@ async def test_check_closes_the_judge_that_it_tried(monkeypatch: pytest.MonkeyPa
             self.closed += 1
 
     held = Held()
-    monkeypatch.setattr(scorers, "built_program", lambda config: Refine(2, "{read}", "held", shown(held)))
+    monkeypatch.setattr(scorers, "built_program", lambda config: refine(2, "{read}", "held", held))
     await scorers._try_program(load_text(MINIMAL), probe())
     assert held.closed == 1
 

@@ -23,13 +23,16 @@ from omni_async.media import Media
 from omni_async.rewards import registry
 from omni_async.rewards.cache import ScoreCache, digest_of, identity_of, key_of
 from omni_async.rewards.scorers.jpeg_size import JpegSizeScorer
+from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, PromptImage, Score
 
 SCORE = Score(0.25, {"a": 1.0}, "read", (2.0,))
 
 
 def cache(path: Path | None = None, **config: Any) -> ScoreCache:
-    return ScoreCache(schema.ScoreCache(path=None if path is None else str(path), **config))
+    async def report(text: str) -> None: ...
+
+    return ScoreCache(schema.ScoreCache(path=None if path is None else str(path), **config), Threads("cache"), report)
 
 
 def key(number: int) -> bytes:
@@ -92,6 +95,26 @@ def test_a_database_of_another_program_and_a_broken_one_are_given_up_with_a_reas
         assert kept.get([key(0)]) == {key(0): SCORE}, "memory goes on"
     with sqlite3.connect(tmp_path / "theirs") as file:
         assert file.execute("SELECT count(*) FROM scores").fetchone() == (0,)
+
+
+async def test_an_unusable_file_is_reported_once(tmp_path):
+    said = []
+
+    async def report(text: str) -> None:
+        said.append(text)
+
+    (tmp_path / "folder").mkdir()
+    kept = ScoreCache(schema.ScoreCache(path=str(tmp_path / "folder")), Threads("cache"), report)
+    media, prompts = [Media(image=np.full((3, 4, 4), i, np.uint8)) for i in range(2)], [Prompt(0, "a"), Prompt(1, "b")]
+    keys, known = await kept.find(b"scorer", media, prompts)
+    assert known == [None, None]
+    for _ in range(2):
+        await kept.keep(keys, [SCORE, None])
+    assert await kept.find(b"scorer", media, prompts) == (keys, [SCORE, None])
+    assert await kept.find(None, media, prompts) == ([None, None], [None, None])
+    (text,) = said
+    assert text.startswith(f"warning: reward.cache.path: {tmp_path}") and text.endswith("scores are not kept there")
+    kept.close()
 
 
 @pytest.mark.parametrize(
@@ -192,10 +215,11 @@ import sys
 from omni_async.config import schema
 from omni_async.rewards import score_file
 from omni_async.rewards.cache import ScoreCache
+from omni_async.rewards.threads import Threads
 from omni_async.types import Score
 score_file._LOCK_S = 60.0
 first, last = int(sys.argv[2]), int(sys.argv[3])
-kept = ScoreCache(schema.ScoreCache(path=sys.argv[1]))
+kept = ScoreCache(schema.ScoreCache(path=sys.argv[1]), Threads("cache"), print)
 for number in range(first, last):
     kept.put({number.to_bytes(16, "little"): Score(float(number), text="x" * 500)})
     assert kept.problem is None, kept.problem

@@ -15,6 +15,7 @@ from omni_async.config import schema
 from omni_async.media import Media
 from omni_async.rewards import registry
 from omni_async.rewards.base import ScoreError
+from omni_async.rewards.cache import identity_of
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt
 from tests.support.images import score_all
@@ -106,10 +107,8 @@ def test_another_checkpoint_at_the_same_path_is_another_scorer_in_the_cache(chec
     shutil.copytree(checkpoint, folder)
 
     def identity() -> bytes | None:
-        [member] = LoadedReward.load(
-            schema.Reward(scorers=(schema.Scorer(name="clap", params={"path": str(folder)}),))
-        ).members
-        return member.identity
+        config = schema.Scorer(name="clap", params={"path": str(folder)})
+        return identity_of(config, registry.build(config))
 
     first = identity()
     assert first is not None and identity() == first

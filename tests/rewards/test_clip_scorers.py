@@ -17,6 +17,7 @@ from omni_async.config import schema
 from omni_async.media import Media
 from omni_async.rewards import registry
 from omni_async.rewards.base import ScoreError
+from omni_async.rewards.cache import identity_of
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt, Score
 from tests.support import tiny_clip
@@ -178,10 +179,8 @@ def test_another_checkpoint_at_the_same_path_is_another_scorer_in_the_cache(chec
     shutil.copytree(checkpoint, folder)
 
     def identity(name: str = "pick_score", **params: str) -> bytes | None:
-        [member] = LoadedReward.load(
-            schema.Reward(scorers=(schema.Scorer(name=name, params={"path": str(folder), **params}),))
-        ).members
-        return member.identity
+        config = schema.Scorer(name=name, params={"path": str(folder), **params})
+        return identity_of(config, registry.build(config))
 
     def aesthetic(*widths: int) -> bytes | None:
         head, _ = head_of(tmp_path, *widths)

@@ -21,12 +21,12 @@ from omni_async.config.schema import Reward
 from omni_async.plugins.families import MediaShape
 from omni_async.rewards import registry
 from omni_async.rewards.base import Outage, ScoreError, require_scores
-from omni_async.rewards.guard import Failure, _failed
+from omni_async.rewards.failures import score_error
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
 from omni_async.rewards.registry import ScorerConfigError
 from omni_async.rewards.threads import Threads
-from omni_async.types import Prompt, Score
+from omni_async.types import Answer, Prompt, Score
 from tests.config.encoders import ENCODERS
 from tests.config.recipe import MINIMAL, load_text
 from tests.support.images import as_media, score_all
@@ -59,21 +59,18 @@ def each(*args: Any, **kwargs: Any) -> Callable[[int], Any]:
 
 def outcomes_of(
     answer: Callable[[int], Any], run: Callable[..., Any] = asyncio.run, **reward: Any
-) -> list[Score | Failure]:
+) -> list[Score | Answer]:
     """Returns what a panel makes of a scorer that returns `answer(number of images)`."""
     scorer: Any = SimpleNamespace(name="hostile", score=lambda images, prompts: answer(len(images)))
+    settings = Reward(**reward)
+    return run(answers_of(LoadedReward.of(settings, scorer), settings))
 
+
+async def answers_of(reward: LoadedReward, settings: Reward) -> list[Score | Answer]:
     async def report(text: str) -> None: ...
 
-    async def main() -> list[Score | Failure]:
-        config = Reward(**reward)
-        panel = Panel("reward-0", LoadedReward.of(config, scorer), config, WallClock(), report)
-        try:
-            return [result.outcome for result in await asyncio.gather(*map(panel.score, MEDIA, PROMPTS))]
-        finally:
-            await panel.close()
-
-    return run(main())
+    async with Panel("reward-0", reward, settings, WallClock(), report) as panel:
+        return [answer.score or answer for answer in await asyncio.gather(*map(panel.score, MEDIA, PROMPTS))]
 
 
 ANSWERS = [
@@ -128,22 +125,22 @@ ANSWERS = [
 @pytest.mark.parametrize(("answer", "reason"), ANSWERS)
 def test_it_is_a_failure_with_a_reason(answer, reason):
     for outcome in outcomes_of(answer):
-        assert isinstance(outcome, Failure)
+        assert isinstance(outcome, Answer)
         assert outcome.fault == "outage", "a scorer that never worked looks like one that is not there yet"
     for outcome in outcomes_of(answer, outage_s=0.0):
-        assert isinstance(outcome, Failure) and outcome.fault == "retry"
-        assert re.search(reason, outcome.reason), outcome.reason
-        assert outcome.reason.count("hostile") - outcome.reason.count("test_hostile") == 1, "named once"
-        assert outcome.reason.isascii() or outcome.reason.isprintable(), "it goes into the ledger and onto consoles"
+        assert isinstance(outcome, Answer) and outcome.fault == "retry"
+        assert re.search(reason, outcome.error), outcome.error
+        assert outcome.error.count("hostile") - outcome.error.count("test_hostile") == 1, "named once"
+        assert outcome.error.isascii() or outcome.error.isprintable(), "it goes into the ledger and onto consoles"
 
 
 def test_a_failure_says_the_line_that_raised_whatever_it_raised_and_a_servers_error_page_is_cut_to_a_line():
     for error in (ValueError("no"), ScoreError("no"), Outage("no")):
         (first, *_) = outcomes_of(raises(error))
-        assert re.fullmatch(rf"scorer 'hostile': (ValueError: )?no \({__file__}:{LINE_THAT_RAISES}\)", first.reason)
+        assert re.fullmatch(rf"scorer 'hostile': (ValueError: )?no \({__file__}:{LINE_THAT_RAISES}\)", first.error)
     for outcome in outcomes_of(raises(OSError("<html>\n" + "x" * 10_000))):
-        assert len(outcome.reason) == 300 and "\n" not in outcome.reason
-        assert re.search(r"x\.\.\. \(.*\.py:\d+\)$", outcome.reason)
+        assert len(outcome.error) == 300 and "\n" not in outcome.error
+        assert re.search(r"x\.\.\. \(.*\.py:\d+\)$", outcome.error)
 
 
 def test_numbers_of_any_real_type_become_floats_that_can_be_written():
@@ -188,11 +185,11 @@ def test_an_asynchronous_scorer_is_reported_in_one_line():
 @pytest.mark.parametrize("value", [1e30, -1e30, 1.1e6, sys.float_info.max])
 def test_an_absurd_score_is_a_final_failure_and_not_the_scorers_outage(value):
     for outcome in outcomes_of(each(value)):
-        assert isinstance(outcome, Failure) and outcome.fault == "reject"
-        assert f"a reward of {value:g}, beyond reward.max_abs = 1e+06" in outcome.reason
+        assert isinstance(outcome, Answer) and outcome.fault == "reject"
+        assert f"a reward of {value:g}, beyond reward.max_abs = 1e+06" in outcome.error
     assert outcomes_of(each(1e6)) == [Score(1e6, values=(1e6,))] * 3
     assert outcomes_of(each(11.0), max_abs=11.0) == [Score(11.0, values=(11.0,))] * 3
-    assert isinstance(outcomes_of(each(11.0), max_abs=10.0)[0], Failure)
+    assert isinstance(outcomes_of(each(11.0), max_abs=10.0)[0], Answer)
 
 
 def test_a_call_that_hangs_leaves_its_thread_behind_and_the_next_call_has_another():
@@ -320,6 +317,21 @@ def test_what_a_scorer_raises_shows_none_of_its_credentials(params, broken, monk
     assert failure(config(url="https://judge/")) == "ConnectionError: https://judge/ refused  ", "what has no secret"
 
 
+class Remote(Judge):
+    async def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:  # type: ignore[override]
+        raise ConnectionError(self._said)
+
+
+@pytest.mark.parametrize("scorer", ["Judge", "Remote"])
+@pytest.mark.parametrize("params", [{"api_key": "sk-42424242"}, *PARAMS], ids=["key", "url", "header", "environment"])
+def test_nor_does_the_reason_of_a_failure(params, scorer, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-42424242")
+    settings = Reward(scorers=(config(scorer, **params),), outage_s=0.0)
+    for answer in asyncio.run(answers_of(LoadedReward.load(settings), settings)):
+        assert isinstance(answer, Answer) and answer.error is not None
+        assert "ConnectionError: " in answer.error and "***" in answer.error and "sk-42424242" not in answer.error
+
+
 @pytest.mark.parametrize("how", sorted(ENCODERS))
 def test_nor_in_any_form_that_libraries_give_them(how):
     key = 'sk-42"42/42+q&é'
@@ -343,5 +355,5 @@ def test_a_place_longer_than_half_of_a_reason_is_left_out(length, shown):
     try:
         eval(compile("1 / 0", "x" * length, "eval"))
     except ZeroDivisionError as error:
-        said = str(_failed("own", error))
+        said = str(score_error("own", error, frozenset()))
     assert said == "scorer 'own': ZeroDivisionError: division by zero" + shown * f" ({'x' * length}:1)"

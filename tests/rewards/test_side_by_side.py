@@ -12,11 +12,10 @@ import pytest
 
 from omni_async.config.schema import Reward, Scorer
 from omni_async.media import Media
-from omni_async.rewards.guard import Failure
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
 from omni_async.simulation.virtual_time import VirtualClock
-from omni_async.types import Prompt, Score
+from omni_async.types import Answer, Prompt, Score
 from tests.support.images import as_media
 
 pytestmark = pytest.mark.virtual_time
@@ -61,20 +60,21 @@ class Remote:
         self.closed = True
 
 
-def panel_of(*scorers: Any, each: list[dict[str, Any]] | None = None, **reward: Any) -> Panel:
+def panel_of(*scorers: Any, each: list[dict[str, Any]] | None = None, addresses: Any = None, **reward: Any) -> Panel:
     configs = [Scorer(**{"name": f"r{i}", **one}) for i, one in enumerate(each or [{}] * len(scorers))]
     made = iter(scorers)
     config = Reward(**{"backoff_s": 1.0, "retries": 2, **reward}, scorers=tuple(configs))
 
     async def report(text: str) -> None: ...
 
-    return Panel("p", LoadedReward.load(config, build=lambda *_: next(made)), config, VirtualClock(), report)
+    loaded = LoadedReward.load(config, build=lambda *_: next(made))
+    return Panel("p", loaded, config, VirtualClock(), report, addresses=addresses)
 
 
-async def outcomes(panel: Panel, count: int, **kwargs: Any) -> list[Score | Failure]:
+async def outcomes(panel: Panel, count: int, **kwargs: Any) -> list[Score | Answer]:
     image = as_media(np.zeros((2, 2, 3), np.uint8))
     asked = (panel.score(image, Prompt(i, "a cat"), **kwargs) for i in range(count))
-    return [result.outcome for result in await asyncio.gather(*asked)]
+    return [answer.score or answer for answer in await asyncio.gather(*asked)]
 
 
 async def test_three_scorers_of_1_2_and_4_seconds_take_4():
@@ -109,7 +109,7 @@ async def test_a_call_that_takes_too_long_is_cancelled_and_frees_its_place():
     remote = Remote(lambda index: 100.0 if index == 0 else 1.0)
     panel = panel_of(remote, each=[{"timeout_s": 5.0, "concurrency": 1}])
     found = await outcomes(panel, 2)
-    assert isinstance(found[0], Failure) and found[0].fault == "outage" and remote.cancelled >= 1
+    assert isinstance(found[0], Answer) and found[0].fault == "outage" and remote.cancelled >= 1
     assert remote.running == 0
 
 
@@ -118,7 +118,7 @@ async def test_a_scorer_that_may_be_left_out_is_asked_again_and_then_left_out_an
     panel = panel_of(broken, fine, each=[{"on_failure": "leave_out"}, {}])
     (score,) = await outcomes(panel, 1)
     assert isinstance(score, Score) and score.values == (None, 1.0)
-    assert panel.scorers[0].guard.down and not panel.down, "it has never answered"
+    assert panel.scorers[0].health.down and not panel.down, "it has never answered"
     calls = len(broken.calls)
     found = await outcomes(panel, 8)
     assert all(one.values == (None, 1.0) for one in found) and len(broken.calls) - calls <= 8
@@ -135,15 +135,15 @@ async def test_a_score_outside_a_group_that_lacks_a_scorer_is_a_failure():
         Remote(0.0, says=lambda call: ValueError("no")), Remote(1.0), each=[{"on_failure": "leave_out"}, {}]
     )
     image = as_media(np.zeros((2, 2, 3), np.uint8))
-    outcome = (await panel.score_whole(image, Prompt(0, "a cat"))).outcome
-    assert isinstance(outcome, Failure) and outcome.reason == "no answer of r0"
+    outcome = await panel.score(image, Prompt(0, "a cat"), whole=True)
+    assert outcome.score is None and outcome.error == "no answer of r0"
     await panel.close()
 
 
 async def test_where_all_may_be_left_out_and_are_the_sample_has_no_reward():
     panel = panel_of(Remote(0.0, says=lambda call: ValueError("no")), each=[{"on_failure": "leave_out"}])
     (failure,) = await outcomes(panel, 1)
-    assert failure.reason == "every scorer that is asked for it has failed and may be left out"
+    assert failure.error == "every scorer that is asked for it has failed and may be left out"
     await panel.close()
 
 
@@ -169,12 +169,11 @@ async def test_what_a_scorer_costs_is_counted():
     assert (report.in_flight, report.queued, report.calls, report.samples, report.failed) == (0, 0, 3, 3, 0)
     assert report.tokens == 303.0 and report.call_s == (1.0, 2.0, 3.0) and report.answer_s == (1.0, 2.0, 4.0)
     (failure,) = await outcomes(panel, 1)
-    assert isinstance(failure, Failure) and panel.take_reports()[0].failed == 1
+    assert isinstance(failure, Answer) and panel.take_reports()[0].failed == 1
 
 
 async def test_scorers_are_told_where_roles_are_and_closed_at_the_end():
     remote, where = Remote(), object()
-    panel = panel_of(remote)
-    panel.connect(where)
+    panel = panel_of(remote, addresses=where)
     await panel.close()
     assert remote.addresses is where and remote.closed

@@ -47,10 +47,10 @@ class Brightness:
 
 
 def make_rewarder(
-    scorer: Scorer | LoadedReward, desk: Desk, store: Any = None, clock: Any = None, probe: Any = None, **changes: Any
+    scorer: Scorer, desk: Desk, store: Any = None, clock: Any = None, probe: Any = None, **changes: Any
 ) -> Rewarder:
     config, store, clock = make_config(**changes), store or LocalStore(), clock or ManualClock()
-    reward = scorer if isinstance(scorer, LoadedReward) else LoadedReward.of(config.reward, scorer)
+    reward = LoadedReward.of(config.reward, scorer)
     return Rewarder("reward-0", config, reward, desk, store, clock, probe)
 
 
@@ -101,10 +101,10 @@ async def test_it_scores_a_sample_at_once_and_then_whatever_has_come_meanwhile_w
 
 
 async def test_an_answer_that_is_known_is_not_asked_for_and_is_counted():
-    scorer = Brightness()
-    reward = LoadedReward.of(make_config().reward, scorer)
-    reward.members[0] = reward.members[0]._replace(identity=b"deterministic")
-    async with on_stage(reward) as desk:
+    class Deterministic(Brightness):
+        deterministic = True
+
+    async with on_stage(scorer := Deterministic()) as desk:
         desk.offer(make_job(0), make_job(1))
         await desk.until(of(desk, 2))
         again = [make_job(0), make_job(1), make_job(2)]

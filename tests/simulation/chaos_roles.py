@@ -17,9 +17,7 @@ from msgspec.structs import replace
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState, Unfinished
 from omni_async.rewards.base import ScoreError
-from omni_async.rewards.guard import Failure
 from omni_async.rewards.loaded import LoadedReward
-from omni_async.rewards.panel import Result
 from omni_async.roles.api import Tracer
 from omni_async.roles.checkpointer import Checkpointer
 from omni_async.roles.rewarder import Rewarder
@@ -27,6 +25,7 @@ from omni_async.roles.trainer import Trainer
 from omni_async.rollout.base import Trajectory
 from omni_async.store import ObjectLost
 from omni_async.types import (
+    Answer,
     Piece,
     Prompt,
     ReadyGroup,
@@ -155,13 +154,11 @@ class SimulatedRewarder(Rewarder):
         self._scorer = scorer
         self._tracer = QuietTracer(name, self.coordinator, self.clock)
 
-    async def _result(self, job: ScoreJob, media: Any) -> Result:
-        if isinstance(media, Failure):
-            return Result(media)
+    async def _answer(self, job: ScoreJob, media: Any) -> Answer:
         try:
-            return Result(self._scorer.score([media], [job.prompt])[0])
+            return Answer(score=self._scorer.score([media], [job.prompt])[0])
         except ScoreError as error:
-            return Result(Failure(str(error)))
+            return Answer(error=str(error))
 
 
 class QuietTracer(Tracer):

@@ -220,7 +220,7 @@ def _now_and_then(total: int) -> Callable[[str, int], None]:
 
 def _interruptible(work: Coroutine[Any, Any, Any]) -> int:
     """Run to the end. Returns 0, or the exit code of an early end; everything written before is kept."""
-    from omni_async.rewards.guard import ScorerHangs
+    from omni_async.rewards.calls import ScorerHangs
     from omni_async.rollout.base import EngineError
 
     try:

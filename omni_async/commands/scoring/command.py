@@ -105,7 +105,7 @@ def _interruptible(
 ) -> int:
     """Score into `rows`. Returns 0, or the exit code of an early end."""
     from omni_async.commands.scoring.scoring import score_samples
-    from omni_async.rewards.guard import ScorerHangs
+    from omni_async.rewards.calls import ScorerHangs
 
     try:
         asyncio.run(score_samples(config, reward, rows, checks, repeat, progress))

@@ -28,12 +28,11 @@ from omni_async.data.prompts import PromptCheck
 from omni_async.plugins.families import MediaShape
 from omni_async.rewards import registry
 from omni_async.rewards.base import WrongScorer
-from omni_async.rewards.guard import Failure
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
 from omni_async.rewards.probe import Probe
 from omni_async.rewards.scorers.addresses import KnownAddresses
-from omni_async.types import Score
+from omni_async.types import Answer, Score
 
 # Samples with media in memory, which may be scored concurrently.
 _MOST_AT_ONCE = 32
@@ -101,9 +100,9 @@ async def score_samples(
     probe = _probe(config, [row for row in rows if row.error is None])
     cache = config.reward.cache if repeat == 1 else ScoreCache(memory=0)
     async with local_servers(config.reward, config.run.startup_timeout_s, _tell) as started:
-        panel = Panel("score", reward, replace(config.reward, cache=cache), WallClock(), _tell, probe=probe)
-        panel.connect(KnownAddresses(config.reward, started))
-        try:
+        addresses = KnownAddresses(config.reward, started)
+        reward_config = replace(config.reward, cache=cache)
+        async with Panel("score", reward, reward_config, WallClock(), _tell, probe=probe, addresses=addresses) as panel:
             if (wrong := await panel.try_out()) is not None:
                 raise ConfigError(f"reward.scorers: {wrong}")
             ended = 0
@@ -113,8 +112,6 @@ async def score_samples(
                 await _score_all(config, panel, todo, lambda done, base=ended + left: progress(base + done))  # type: ignore[misc]
                 ended += len(rows)
             progress(ended)
-        finally:
-            await panel.close()
 
 
 def _probe(config: Config, rows: Sequence[Scored]) -> Probe | None:
@@ -138,15 +135,16 @@ async def _score_all(config: Config, panel: Panel, rows: list[Scored], progress:
         async def score(row: Scored, again: list[Scored] = again) -> None:
             nonlocal done
             async with room:
-                outcome = await _score_one(panel, row, reading)
-            if isinstance(outcome, Score):
-                row.scores.append(outcome)
-            elif outcome.fault == "retry" and reasons.get(id(row)) != outcome.reason:
-                reasons[id(row)] = outcome.reason
+                answer = await _score_one(panel, row, reading)
+            if answer.score is not None:
+                row.scores.append(answer.score)
+                row.cached = answer.cached
+            elif answer.fault == "retry" and reasons.get(id(row)) != answer.error:
+                reasons[id(row)] = str(answer.error)
                 again.append(row)
                 return
             else:
-                row.error = outcome.reason
+                row.error = answer.error
             done += 1
             progress(done)
 
@@ -161,19 +159,19 @@ async def _score_all(config: Config, panel: Panel, rows: list[Scored], progress:
     progress(len(rows))
 
 
-async def _score_one(panel: Panel, row: Scored, reading: asyncio.Lock) -> Score | Failure:
+async def _score_one(panel: Panel, row: Scored, reading: asyncio.Lock) -> Answer:
     """Score a sample; if a scorer is down, wait until it answers or is given up."""
     try:
         async with reading:  # in their order
             media = await in_daemon_thread(read_media, row.sample.files, row.sample.within)
     except ConfigError as error:
-        return Failure(one_line(str(error)), "reject")
+        return Answer(error=one_line(str(error)), fault="reject")
     while True:
         if panel.down:
             await panel.recover()
-        outcome, row.cached = await panel.score_whole(media, row.sample.prompt, id(row))
-        if isinstance(outcome, Score) or outcome.fault != "outage":
-            return outcome
+        answer = await panel.score(media, row.sample.prompt, id(row), whole=True)
+        if answer.fault != "outage":
+            return answer
 
 
 async def _tell(text: str) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from omni_async.aio.batches import room_of
 from omni_async.aio.clock import WallClock
 from omni_async.aio.waiting import Event, FairQueue, Stopped, cancel, unless
 from omni_async.config.schema import Reward
@@ -23,13 +22,12 @@ from omni_async.control.reward_formula import RewardFormula
 from omni_async.media import Media
 from omni_async.rewards import registry
 from omni_async.rewards.base import Addresses
-from omni_async.rewards.guard import Failure
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
 from omni_async.rewards.scorers.addresses import KnownAddresses
 from omni_async.rewards.server.metrics import Metrics
 from omni_async.rewards.wire import Outcome, kind_of
-from omni_async.types import Prompt, Score
+from omni_async.types import Answer, Prompt
 
 _ENDING = "the server is ending"
 
@@ -62,7 +60,7 @@ class Scoring:
         async def report(text: str) -> None:
             tell(text)
 
-        clock = WallClock()
+        clock, addresses = WallClock(), addresses or KnownAddresses(reward, None)
         self._panels = [
             Panel(
                 f"scorer-{i}",
@@ -71,11 +69,10 @@ class Scoring:
                 clock,
                 report,
                 observe=lambda _, prompts, start, end: metrics.scored(len(prompts), end - start),
+                addresses=addresses,
             )
             for i, one in enumerate(scorers)
         ]
-        for panel in self._panels:
-            panel.connect(addresses or KnownAddresses(reward, None))
         asked = (registry.prompt_check(one) for one in reward.scorers)
         self._checks = [*filter(None, asked), RewardFormula(reward).missing]
         self._metrics = metrics
@@ -163,12 +160,12 @@ class Scoring:
             while True:
                 if panel.down:
                     await self._recover(panel)
-                attempt, room = panel.down, room_of(panel.loads)
+                attempt, room = panel.down, panel.room()
                 if not room:
                     await changed.wait()
                     continue
                 try:
-                    taken = self._queue.take(partial(self._take, 1 if attempt else room))
+                    taken = self._queue.take(partial(self._take, room))
                     jobs = await unless(_goes_down(panel, changed), taken)
                 except Stopped:
                     continue
@@ -179,11 +176,11 @@ class Scoring:
 
     async def _score(self, panel: Panel, job: _Job, changed: Event) -> None:
         try:
-            outcome = (await panel.score_whole(job.media, job.prompt)).outcome
+            answer = await panel.score(job.media, job.prompt, whole=True)
         except BaseException:  # its request would wait forever
             self._fail([job], _ENDING)
             raise
-        self._settle(job, _told(outcome, panel.down))
+        self._settle(job, _outcome_of(answer, panel.down))
         changed.notify()
 
     async def _recover(self, panel: Panel) -> None:
@@ -232,7 +229,7 @@ async def _goes_down(panel: Panel, changed: Event) -> None:
         await changed.wait()
 
 
-def _told(outcome: Score | Failure, down: bool) -> Outcome:
-    if isinstance(outcome, Failure):
-        return Outcome(error=outcome.reason, kind="outage" if down else kind_of(outcome.fault))
-    return Outcome(value=outcome.value, parts=outcome.parts, text=outcome.text)
+def _outcome_of(answer: Answer, down: bool) -> Outcome:
+    if answer.score is None:
+        return Outcome(error=answer.error, kind="outage" if down else kind_of(answer.fault))
+    return Outcome(value=answer.score.value, parts=answer.score.parts, text=answer.score.text)

@@ -22,7 +22,7 @@ from omni_async.config.redact import one_line
 from omni_async.config.schema import ScoreCache
 from omni_async.rewards import registry
 from omni_async.rewards.base import WrongScorer
-from omni_async.rewards.guard import GuardedScorer
+from omni_async.rewards.health import ScorerHealth
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
 from omni_async.rewards.probe import Probe
@@ -107,30 +107,27 @@ async def _try_scorers(inputs: RunInputs, probe: Probe) -> Tried:
     if any(one.params.get("server") in started for one in config.reward.scorers):
         when = "when the run starts, which starts their servers"
         return Tried(notes=[*notes, f"note: reward.servers: the scorers are tried {when}"])
-    panel = Panel("check", reward, asked, WallClock(), tell, probe=probe)
-    panel.connect(KnownAddresses(config.reward, None))
-    try:
+    addresses = KnownAddresses(config.reward, None)
+    async with Panel("check", reward, asked, WallClock(), tell, probe=probe, addresses=addresses) as panel:
         wrong = await panel.try_out()
-    finally:
-        await panel.close()
     if wrong is not None:
         raise ConfigError(f"reward.scorers: {wrong}")
     untried = "warning: reward.scorers: could not be tried, it may be down"
-    costs = {member.label: registry.cost_of(member.config) for member in reward.members}
-    answered = [one for one in panel.scorers if one.guard.probed]
+    costs = dict(zip(reward.formula.labels, map(registry.cost_of, here), strict=True))
+    answered = [one for one in panel.scorers if one.health.probed]
     slow = "a sample on the CPU; placement.reward.gpus, or a pool with gpus, gives its model an accelerator"
     for one in answered:
-        if costs[one.label] == "model" and one.guard.probe_s >= _SLOW_S:
-            notes.append(f"warning: scorer {one.label!r} takes {one.guard.probe_s:.3g} s {slow}")
+        if costs[one.label] == "model" and one.health.probe_s >= _SLOW_S:
+            notes.append(f"warning: scorer {one.label!r} takes {one.health.probe_s:.3g} s {slow}")
     down = [f"{untried}: {reason}" for reason in panel.outages]
-    return Tried([_said(one.label, one.guard) for one in answered], down + notes)
+    return Tried([_said(one.label, one.health) for one in answered], down + notes)
 
 
-def _said(label: str, guard: GuardedScorer) -> str:
+def _said(label: str, health: ScorerHealth) -> str:
     """Return a line with a scorer's score of the first synthetic sample, and the time that it took."""
-    score = guard.probed[0]
+    score = health.probed[0]
     parts = "".join(f", {name} {value:.4g}" for name, value in sorted(score.parts.items())[:_MOST_PARTS])
-    return one_line(f"scorer {label!r}: {score.value:.4g}{parts} for a synthetic sample, in {guard.probe_s:.3g} s")
+    return one_line(f"scorer {label!r}: {score.value:.4g}{parts} for a synthetic sample, in {health.probe_s:.3g} s")
 
 
 async def _built(config: Config) -> LoadedReward:

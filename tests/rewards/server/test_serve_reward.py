@@ -28,7 +28,7 @@ from omni_async.media import Media
 from omni_async.rewards import wire
 from omni_async.rewards.base import Outage, ScoreError
 from omni_async.rewards.cache import key_of
-from omni_async.rewards.guard import ScorerHangs
+from omni_async.rewards.calls import ScorerHangs
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.scorers.jpeg_size import JpegSizeScorer
 from omni_async.rewards.server.limits import RateLimit
@@ -490,12 +490,12 @@ def test_a_scorer_that_hangs_for_good_ends_the_server_with_1(tmp_path):
 
 
 async def test_a_lost_worker_leaves_no_request_waiting(monkeypatch):
-    async def hangs(media: object, prompts: object) -> None:
+    async def hangs(media: object, prompt: object, whole: bool) -> None:
         raise ScorerHangs("8 calls have not returned")
 
     reward = LoadedReward.of(Reward(), Recorder())
     async with Scoring(Reward(), [reward], Metrics(), print, most_waiting=9, remembered=9) as scoring:
-        monkeypatch.setattr(scoring._panels[0], "score_whole", hangs)
+        monkeypatch.setattr(scoring._panels[0], "score", hangs)
         [outcome] = await scoring.score([("key", MEDIA[0], PROMPTS[0])])
         assert (outcome.error, outcome.kind) == ("the server is ending", "outage")
         await asyncio.wait({scoring.failed})

@@ -17,14 +17,14 @@ from omni_async.config import with_spec
 from omni_async.config.schema import Reward
 from omni_async.media import require_media
 from omni_async.rewards.base import Outage, ScoreError, Unbounded
+from omni_async.rewards.calls import ScorerHangs
 from omni_async.rewards.failures import is_outage
-from omni_async.rewards.guard import Failure, ScorerHangs
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
 from omni_async.rewards.probe import Probe
 from omni_async.rewards.threads import Threads
 from omni_async.simulation.virtual_time import VirtualClock
-from omni_async.types import Prompt, Score
+from omni_async.types import Answer, Prompt, Score
 from tests.control.control_world import make_config
 from tests.support.images import as_media
 
@@ -107,19 +107,23 @@ class Stage:
         for number, judge in enumerate(judges):
             judge.name = str(number)
         loaded = LoadedReward.of(config := Reward(**reward), *judges)
-        self.panel = Panel("p", loaded, config, VirtualClock(), self.report, pools.__getitem__, probe)
+
+        def threads(name: str) -> Threads:
+            return pools.get(name) or Threads(name)
+
+        self.panel = Panel("p", loaded, config, VirtualClock(), self.report, threads, probe)
 
     async def report(self, text: str) -> None:
         self.reports.append((now(), without_place(text)))
 
-    async def outcomes(self, *pixels: int) -> list[Score | Failure]:
+    async def outcomes(self, *pixels: int) -> list[Score | Answer]:
         asked = (self.panel.score(image(pixel), Prompt(pixel, "a cat")) for pixel in pixels)
-        return [result.outcome for result in await asyncio.gather(*asked)]
+        return [answer.score or answer for answer in await asyncio.gather(*asked)]
 
     async def score(self, *pixels: int) -> list[float | str | None]:
         """Returns values, reasons without their place, and None for postponed samples."""
         return [
-            o.value if isinstance(o, Score) else None if o.fault == "outage" else without_place(o.reason)
+            o.value if isinstance(o, Score) else None if o.fault == "outage" else without_place(o.error)
             for o in await self.outcomes(*pixels)
         ]
 
@@ -186,8 +190,9 @@ async def test_what_the_scorer_is_asked_again_is_kept_when_the_stores_memory_is_
 
 async def test_the_first_samples_ever_may_be_bad_ones_which_only_the_next_sample_distinguishes_from_an_outage():
     stage = Stage(Judge(bad=(7, 8, 9)))
+    assert stage.panel.room() > 1
     assert await stage.score(7, 8, 9, 1) == [None] * 4
-    assert stage.panel.down
+    assert stage.panel.down and stage.panel.room() == 1, "an attempt"
     await stage.panel.recover()
     assert now() == 1.0
     assert await stage.score(7, 8, 9, 1) == [BAD, BAD, BAD, 1.0]
@@ -198,7 +203,7 @@ async def test_a_score_that_is_too_large_rejects_its_sample_and_is_not_asked_for
     huge = Unbounded("a reward of 1e+09, beyond reward.max_abs")
     stage = Stage(judge := Judge(says=lambda call: huge))
     (found,) = await stage.outcomes(1)
-    assert (without_place(found.reason), found.fault) == (
+    assert (without_place(found.error), found.fault) == (
         "scorer '0': a reward of 1e+09, beyond reward.max_abs",
         "reject",
     )
@@ -251,8 +256,8 @@ async def test_one_of_two_scorers_that_is_down_is_waited_for_alone_and_what_the_
 async def test_media_that_are_none_are_not_the_scorers_failure():
     stage = Stage(judge := Judge())
     for _ in range(5):
-        outcome, _ = await stage.panel.score(np.zeros((2, 2), np.uint8), Prompt(0, "a cat"))  # type: ignore[arg-type]
-        assert "expected media, got a ndarray" in outcome.reason and outcome.fault == "retry"
+        outcome = await stage.panel.score(np.zeros((2, 2), np.uint8), Prompt(0, "a cat"))  # type: ignore[arg-type]
+        assert "expected media, got a ndarray" in outcome.error and outcome.fault == "retry"
     assert judge.calls == [] and not stage.panel.down
 
 
@@ -421,7 +426,7 @@ async def test_once_a_drawn_sample_is_scored_the_scorer_is_not_doubted_any_more(
     assert await stage.panel.try_out() is None
     await stage.score(1)
     (outcome,) = await stage.outcomes(9)
-    assert isinstance(outcome, Failure) and not outcome.wrong
+    assert isinstance(outcome, Answer) and not outcome.wrong
     assert judge.seen == [[0, 0], [1], [9], [1]], "asked once, and then for a drawn sample that it has scored"
 
 
