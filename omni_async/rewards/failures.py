@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from omni_async.config.redact import redact_text
-from omni_async.rewards.base import Addresses, Outage, ScoreError, Scorer, concurrency_of, is_async
+from omni_async.rewards.base import Addresses, Outage, ScoreError, Scorer, concurrency_of, declared, is_async
 from omni_async.types import Prompt
 
 T = TypeVar("T")
@@ -146,11 +146,10 @@ class Discreet:
     """A scorer whose exceptions are safe to show. `is_async`: whether to await `ask` or to call `score`."""
 
     def __init__(self, scorer: Scorer, secrets: frozenset[str]) -> None:
-        self.name = getattr(scorer, "name", type(scorer).__name__)  # not for messages, which show the recipe's name
         self.concurrency = concurrency_of(scorer)
-        self.accepts = getattr(scorer, "accepts", None)
+        self.accepts = declared(scorer).accepts
         self.is_async = is_async(scorer)
-        self._scorer: Any = scorer
+        self._scorer: Any = declared(scorer)
         self._secrets = secrets
 
     def score(self, media: list[Any], prompts: list[Prompt], /) -> Any:
@@ -163,15 +162,15 @@ class Discreet:
             raise shown_as(error, self._secrets) from None
 
     def connect(self, addresses: Addresses) -> None:
-        """Pass the scorer, if it has `connect`, a function that returns the addresses of a role."""
-        if (connect := getattr(self._scorer, "connect", None)) is not None:
+        """Pass the scorer a function that returns the addresses of a role."""
+        if (connect := self._scorer.connect) is not None:
             call_discreetly(lambda: connect(addresses), self._secrets)
 
     async def close(self, in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]) -> None:
-        """Close the scorer, if it has a `close`, and ignore the exceptions that it raises.
+        """Close the scorer, and ignore the exceptions that it raises.
 
         `in_thread` runs calls that may block."""
-        close = getattr(self._scorer, "close", None)
+        close = self._scorer.close
         with contextlib.suppress(Exception):
             if inspect.iscoroutinefunction(close):
                 await close()

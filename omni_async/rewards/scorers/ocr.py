@@ -37,7 +37,7 @@ from msgspec import Meta
 from rapidfuzz.distance import Levenshtein
 
 from omni_async.media import evenly
-from omni_async.rewards.base import ScoreError, describe
+from omni_async.rewards.base import ScoreError, Scorer, describe
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def mean_of_frames(found: Sequence[Score]) -> Score:
     return Score(sum(score.value for score in found) / len(found), parts, best.text)
 
 
-class OcrScorer:
+class OcrScorer(Scorer):
     """The OCR scorer.
 
     Parts: `ocr` (similarity), `ocr_exact` (0 or 1), `ocr_confidence` (of the text read, 0 if nothing) and, if dense,

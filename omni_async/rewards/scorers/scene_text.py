@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import Meta
 
 from omni_async.media import evenly
-from omni_async.rewards.base import ScoreError, describe
+from omni_async.rewards.base import ScoreError, Scorer, describe
 from omni_async.rewards.scorers.ocr import mean_of_frames, missing_text, similarity_of, wanted_text
 from omni_async.types import Prompt, Score
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from omni_async.media import Media
 
 
-class SceneTextScorer:
+class SceneTextScorer(Scorer):
     """A scorer that finds text anywhere in an image.
 
     Parts: `exact` (0 or 1, the wanted text was found) and `lines`, the number of lines read. The wanted text is the
