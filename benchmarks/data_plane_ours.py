@@ -20,6 +20,7 @@ from omni_async.aio.clock import WallClock
 from omni_async.config import Config, check, with_spec
 from omni_async.control.coordinator import Coordinator
 from omni_async.media import Media
+from omni_async.rewards.base import Scorer
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.roles.producer import Producer
 from omni_async.roles.rewarder import Rewarder
@@ -96,7 +97,7 @@ class InstantEngine:
         """Do nothing: there is nothing to free."""
 
 
-class InstantScorer:
+class InstantScorer(Scorer):
     """A scorer of rewards that differ, so that no group is rejected."""
 
     name = "instant"

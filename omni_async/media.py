@@ -87,8 +87,10 @@ class Media:
         return _moved(self, "audio", (1, 0))
 
 
-def evenly(frames: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
-    """Return `count` frames (all if there are fewer), evenly spaced from first to last; the middle one for 1."""
+def evenly(frames: NDArray[np.uint8], count: int | None) -> NDArray[np.uint8]:
+    """Return `count` frames, evenly spaced from first to last; the middle one for 1. All for None, or if fewer."""
+    if count is None:
+        return frames
     last = len(frames) - 1
     if count == 1:
         return frames[last // 2 : last // 2 + 1]

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, cast
 
 import numpy as np
 
@@ -24,6 +24,8 @@ MOST_PARTS = 256
 LARGEST = 1e100
 # Halves of surrogate pairs cannot be written to a file; control characters cannot be shown in an image.
 _UNFIT = re.compile(r"[\ud800-\udfff\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+
+Addresses = Callable[[str], Awaitable[dict[str, str]]]
 
 
 class ScoreError(RuntimeError):
@@ -48,46 +50,47 @@ class Unbounded(ScoreError):
     The sample's group is rejected, because scoring it again would not make it smaller."""
 
 
-class Scorer(Protocol):
-    """A function from media and prompts to scores: a class with a method `score`, whose attributes declare the rest.
+COSTS = ("cpu", "model", "elsewhere")
+_BY_METHOD: Any = object()
 
-    `score(media, prompts)` may be a plain method, which may block and is called in a worker thread. It may also be
-    `async def`, which is awaited on the worker's event loop and must not block it. Only the attribute `name` is
-    required:
+
+class Scorer:
+    """The base of scorers: a function from media and prompts to scores, whose attributes declare the rest.
+
+    A scorer need not inherit from it: `declared` gives any class with `name` and `score` the same defaults.
 
     accepts        a tuple of "image", "video" and "audio": the parts of a sample's media that it can score. It must be
-                   able to score a sample that has one of them, and receives `Media`. A class without it scores images,
-                   and receives arrays.
+                   able to score a sample that has one of them, and receives `Media`. By default it scores images, and
+                   receives arrays.
     requires       a tuple of parts that every sample must have together. Default: any one of the accepted parts.
     concurrency    the number of calls that may run at once, None for any number. Default: one call of a plain method,
                    any number of an asynchronous one. If several are allowed, a slow call is hedged after `hedge_s`.
     needs          a tuple of what every prompt must have: "target", "images" or keys of its metadata. Checked before
                    anything is started.
-    cost           the resource that a sample uses: "cpu" (the default), this machine's CPUs; "model", a model that
-                   wants an accelerator; "elsewhere", a server's time and none of the worker's.
+    cost           the resource that a sample uses: "cpu", this machine's CPUs; "model", a model that wants an
+                   accelerator; "elsewhere", a server's time and none of the worker's.
     deterministic  True if an answer follows from the media and from the prompt's text, target, metadata and images
                    alone. `reward.cache` then stores it. Other parameters, another version of its package or another
-                   source file of its class make another scorer. An attribute `version`, a text, declares anything else
-                   that its answers depend on, such as a model's version.
+                   source file of its class make another scorer.
+    version        a text with anything else that its answers depend on, such as a model's version.
 
     If a class's constructor requires a keyword `device`, the run passes it: the accelerator that torch sees if the
-    worker has one, otherwise "cpu".
-
-    A class may have `check_prompt(prompt, params)`, a classmethod or staticmethod. It is called with every prompt of
-    the recipe before anything is started. It returns a text for the user about what the prompt lacks, or None. `params`
-    are the constructor's keyword arguments, defaults included. It should not import torch, because recipes are checked
-    without it.
-
-    A class may have `connect(addresses)`, called once before the first score. `await addresses(role)` waits until a
-    worker of that role of the run (for example a judge server) is ready. It returns the addresses of the ready workers
-    by name. Call it again if one does not answer: a replaced worker has another address.
-
-    A class may have `close()`, plain or asynchronous, called once after its last score."""
+    worker has one, otherwise "cpu"."""
 
     name: str
+    accepts: tuple[str, ...] | None = None
+    requires: tuple[str, ...] = ()
+    concurrency: int | None = _BY_METHOD
+    needs: tuple[str, ...] = ()
+    cost: str = COSTS[0]
+    deterministic: bool = False
+    version: str = ""
 
     def score(self, media: list[Any], prompts: list[Prompt], /) -> list[Score] | Awaitable[list[Score]]:
         """Score a batch.
+
+        A plain method may block and is called in a worker thread. An `async def` is awaited on the worker's event loop
+        and must not block it.
 
         A call that takes longer than `timeout_s` is given up. An asynchronous call is cancelled; a thread cannot be
         stopped, and the next call may begin while it still runs. So give blocking socket calls their own timeout. A
@@ -96,33 +99,80 @@ class Scorer(Protocol):
         `media` are `omni_async.media.Media` of NumPy arrays or, without `accepts`, images uint8 (height, width, 3). Do
         not write to them. Return as many scores as prompts, all finite; raise any exception otherwise. The same sample
         may be passed again: alone if its batch failed, and as a known-good check if other samples fail."""
+        raise NotImplementedError
+
+    @staticmethod
+    def check_prompt(prompt: Prompt, params: dict[str, Any]) -> str | None:
+        """Return a text for the user about what a prompt lacks, or None; a classmethod or staticmethod.
+
+        It is called with every prompt of the recipe before anything is started. `params` are the constructor's keyword
+        arguments, defaults included. It should not import torch, because recipes are checked without it."""
+        return None
+
+    @classmethod
+    def check_params(cls, params: dict[str, Any]) -> str | None:
+        """Return an error about a missing file that `params` name, or None. Called for built-in scorers only."""
+        return None
+
+    def connect(self, addresses: Addresses) -> None:
+        """Prepare for servers of the run; called once before the first score.
+
+        `await addresses(role)` waits until a worker of that role (for example a judge server) is ready. It returns the
+        addresses of the ready workers by name. Call it again if one does not answer: a replaced worker has another
+        address."""
+
+    async def close(self) -> None:
+        """Free resources; called once after the last score. It may also be a plain method, which may block."""
 
 
-Addresses = Callable[[str], Awaitable[dict[str, str]]]
+_DEFAULTS = Scorer()
 
 
-def is_async(scorer: Any) -> bool:
+class _Declared:
+    def __init__(self, scorer: Any) -> None:
+        self._scorer = scorer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return getattr(self._scorer, name)
+        except AttributeError:
+            return getattr(_DEFAULTS, name)
+
+
+def declared(scorer: object) -> Scorer:
+    """Return a scorer, or a class of scorers, with the defaults of `Scorer` for missing attributes and methods.
+
+    The class need not inherit from `Scorer`; no other code handles classes that do not."""
+    return scorer if isinstance(scorer, Scorer) else cast(Scorer, _Declared(scorer))
+
+
+def is_scorer(thing: Any) -> bool:
+    """Return whether `thing` is a class with a method `score`."""
+    score = getattr(thing, "score", None)
+    return isinstance(thing, type) and callable(score) and score is not Scorer.score
+
+
+def is_async(scorer: object) -> bool:
     """Return whether `score` of a scorer, or of a class of scorers, is a coroutine function."""
-    return inspect.iscoroutinefunction(getattr(scorer, "score", None))
+    return inspect.iscoroutinefunction(declared(scorer).score)
 
 
-def concurrency_of(scorer: Any) -> int | None:
+def concurrency_of(scorer: object) -> int | None:
     """Return how many calls of a scorer, or of a class of scorers, may run at once; None for any number.
 
     ValueError if it declares neither a positive integer nor None."""
-    declared = getattr(scorer, "concurrency", None if is_async(scorer) else 1)
-    if declared is not None and (not isinstance(declared, int) or isinstance(declared, bool) or declared < 1):
-        raise ValueError(f"concurrency must be a positive integer, or None for any number, got {declared!r}")
-    return declared
-
-
-COSTS = ("cpu", "model", "elsewhere")
+    found: Any = declared(scorer).concurrency
+    if found is _BY_METHOD:
+        return None if is_async(scorer) else 1
+    if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 1):
+        raise ValueError(f"concurrency must be a positive integer, or None for any number, got {found!r}")
+    return found
 
 
 def accepted_parts(scorer: object) -> tuple[str, ...]:
     """Return the parts of media that a scorer, or a class of scorers, can score."""
-    declared: tuple[str, ...] | None = getattr(scorer, "accepts", None)
-    return ("image",) if declared is None else tuple(declared)
+    accepts = declared(scorer).accepts
+    return ("image",) if accepts is None else accepts
 
 
 def shown_to(label: str, scorer: object, media: Sequence[Media]) -> list[Any]:
@@ -140,7 +190,7 @@ def shown_to(label: str, scorer: object, media: Sequence[Media]) -> list[Any]:
         if not set(accepted) & set(one.parts):
             takes, found = " or ".join(accepted), " and ".join(one.parts)
             raise ScoreError(f"scorer {label!r} accepts {takes}, the sample is {found}")
-    return [one.pixels for one in media] if getattr(scorer, "accepts", None) is None else list(media)
+    return [one.pixels for one in media] if declared(scorer).accepts is None else list(media)
 
 
 def describe(position: int, prompt: Prompt) -> str:

@@ -25,7 +25,7 @@ from omni_async.config import schema
 from omni_async.config.decoding import decode_msgpack
 from omni_async.config.redact import resolve_references
 from omni_async.media import Media
-from omni_async.rewards.base import ScoreError, require_score
+from omni_async.rewards.base import ScoreError, declared, require_score
 from omni_async.rewards.score_file import ScoreFile
 from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, Score
@@ -44,14 +44,14 @@ def identity_of(config: schema.Scorer, scorer: Any) -> bytes | None:
     """Return what distinguishes a scorer's answers from another's; None if the scorer is not `deterministic`.
 
     It covers the class, parameters, optional `version`, version of the package, and source files."""
-    if getattr(scorer, "deterministic", False) is not True:
+    if declared(scorer).deterministic is not True:
         return None
     kind = type(scorer)
     params = resolve_references(config.params, f"scorer {config.name!r}")
-    told = str(getattr(scorer, "version", ""))
+    version = str(declared(scorer).version)
     try:
         made = msgspec.msgpack.encode(
-            [f"{kind.__module__}:{kind.__qualname__}", params, told, _package_version(kind), _sources(kind)],
+            [f"{kind.__module__}:{kind.__qualname__}", params, version, _package_version(kind), _sources(kind)],
             order="deterministic",
         )
     except (TypeError, ValueError, OverflowError):

@@ -21,6 +21,7 @@ from omni_async.rewards.base import (
     ScoreError,
     Scorer,
     concurrency_of,
+    declared,
     is_async,
     require_scores,
     shown_to,
@@ -121,13 +122,13 @@ class ScorerCalls:
                     call.cancel()
 
     def connect(self, addresses: Addresses) -> None:
-        """Pass the scorer, if it has `connect`, a function that returns the addresses of a role."""
-        if (connect := getattr(self._scorer, "connect", None)) is not None:
+        """Pass the scorer a function that returns the addresses of a role."""
+        if (connect := declared(self._scorer).connect) is not None:
             call_discreetly(lambda: connect(addresses), self._secrets)
 
     async def close(self) -> None:
         """End idle threads, and let the scorer free its resources, for at most `_CLOSING_S`; ignore its exceptions."""
-        close = getattr(self._scorer, "close", None)
+        close = declared(self._scorer).close
         with contextlib.suppress(Exception):
             async with asyncio.timeout(_CLOSING_S):
                 if inspect.iscoroutinefunction(close):

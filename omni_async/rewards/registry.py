@@ -31,7 +31,7 @@ from omni_async.control.reward_formula import is_asked
 from omni_async.plugins.entry_points import find_point, registered_names
 from omni_async.plugins.families import PARTS, MediaShape
 from omni_async.rewards import base
-from omni_async.rewards.base import Scorer
+from omni_async.rewards.base import Scorer, accepted_parts, declared, is_scorer
 from omni_async.rewards.failures import call_discreetly, place_of
 from omni_async.types import Prompt
 
@@ -76,7 +76,7 @@ def names() -> tuple[str, ...]:
     return registered_names(ENTRY_POINT_GROUP, _BUILT_IN)
 
 
-def _load(name: str) -> type:
+def _load(name: str) -> type[Any]:
     if ":" not in name:
         try:
             point = find_point(name, ENTRY_POINT_GROUP, f"scorer {name!r}", _BUILT_IN, " or your own 'module:Class'")
@@ -94,7 +94,7 @@ def _load(name: str) -> type:
             defined = f"it defines {', '.join(found) or 'no class'}"
             raise _refused(name, f"module {point.module!r} has no {point.attr!r}; {defined}")
         loaded = getattr(loaded, attribute)
-    if not isinstance(loaded, type) or not callable(getattr(loaded, "score", None)):
+    if not is_scorer(loaded):
         raise _refused(name, f"{point.value!r} is not a class with a method `score(media, prompts)`")
     return loaded
 
@@ -189,16 +189,16 @@ def check(config: schema.Scorer, made: Sequence[MediaShape]) -> None:
     scorer = _load(config.name)
     _arguments(config.name, scorer, config.params)
     _require_calls(config)
-    declared = getattr(scorer, "accepts", ("image",))
-    if not isinstance(declared, tuple | list) or not declared or not set(declared) <= set(PARTS):
-        raise _refused(config.name, f"accepts must be a tuple of {', '.join(PARTS)}, got {declared!r}")
+    accepts: Any = accepted_parts(scorer)
+    if not isinstance(accepts, tuple | list) or not accepts or not set(accepts) <= set(PARTS):
+        raise _refused(config.name, f"accepts must be a tuple of {', '.join(PARTS)}, got {accepts!r}")
     if (cost := cost_of(config)) not in base.COSTS:
         raise _refused(config.name, f"cost must be one of {', '.join(base.COSTS)}, got {cost!r}")
     parts = [one.part for one in made]
-    if not set(declared) & set(parts):
-        takes = " or ".join(declared) + ("" if hasattr(scorer, "accepts") else " (it has no `accepts`)")
+    if not set(accepts) & set(parts):
+        takes = " or ".join(accepts) + (" (it has no `accepts`)" if declared(scorer).accepts is None else "")
         raise ScorerConfigError(f"scorer {config.name!r} accepts {takes}, but the samples are {' and '.join(parts)}")
-    required = tuple(getattr(scorer, "requires", ()))
+    required = declared(scorer).requires
     if missing := [part for part in required if part not in parts]:
         raise _refused(config.name, f"needs samples with {' and '.join(required)}, and they have no {missing[0]}")
 
@@ -234,10 +234,10 @@ def prompt_check(config: schema.Scorer) -> Callable[[Prompt], str | None] | None
 
 
 def _needs(name: str, scorer: type) -> tuple[str, ...]:
-    declared = getattr(scorer, "needs", ())
-    if not isinstance(declared, tuple | list) or not all(isinstance(one, str) for one in declared):
-        raise _refused(name, f"needs must be a tuple of texts, got {declared!r}")
-    return tuple(declared)
+    needs: Any = declared(scorer).needs
+    if not isinstance(needs, tuple | list) or not all(isinstance(one, str) for one in needs):
+        raise _refused(name, f"needs must be a tuple of texts, got {needs!r}")
+    return tuple(needs)
 
 
 def _has(prompt: Prompt, need: str) -> bool:
@@ -248,13 +248,13 @@ def _has(prompt: Prompt, need: str) -> bool:
 
 def _own_check(config: schema.Scorer, scorer: type) -> Callable[[Prompt], str | None] | None:
     """Return the scorer's `check_prompt`, if it has one, as a function that raises nothing."""
-    declared = inspect.getattr_static(scorer, "check_prompt", None)
-    if declared is None:
+    ask: Any = declared(scorer).check_prompt
+    if ask in (None, Scorer.check_prompt):
         return None
-    if not isinstance(declared, classmethod | staticmethod):
+    if not isinstance(inspect.getattr_static(scorer, "check_prompt"), classmethod | staticmethod):
         why = "prompts are checked before a scorer is built"
         raise _refused(config.name, f"check_prompt must be a classmethod or staticmethod: {why}")
-    ask, params, secrets = cast(Any, scorer).check_prompt, _all_arguments(config, scorer), secrets_of(config)
+    params, secrets = _all_arguments(config, scorer), secrets_of(config)
 
     def check(prompt: Prompt) -> str | None:
         try:
@@ -286,14 +286,13 @@ def check_files(config: schema.Scorer) -> None:
 
     Loads no model."""
     scorer = _load(config.name)
-    ask = getattr(scorer, "check_params", None)
-    if config.name in _BUILT_IN and ask is not None and (missing := ask(_all_arguments(config, scorer))) is not None:
+    if config.name in _BUILT_IN and (missing := scorer.check_params(_all_arguments(config, scorer))) is not None:
         raise _refused(config.name, redact_text(missing, secrets_of(config)))
 
 
 def media_of(name: str) -> frozenset[str]:
     """Return the parts of media that the scorer accepts. ScorerConfigError if the name is unknown."""
-    return frozenset(getattr(_load(name), "accepts", ("image",)))
+    return frozenset(accepted_parts(_load(name)))
 
 
 def required_params(name: str) -> tuple[str, ...]:
@@ -316,7 +315,7 @@ def concurrency_of(config: schema.Scorer) -> int | None:
 
 def cost_of(config: schema.Scorer) -> str:
     """Return the cost class of a sample of the scorer, one of `COSTS`; see `Scorer`."""
-    return str(getattr(_load(config.name), "cost", base.COSTS[0]))
+    return str(declared(_load(config.name)).cost)
 
 
 def build(config: schema.Scorer, gpus: float = 0.0) -> Scorer:

@@ -32,6 +32,7 @@ from omni_async.performance.emulation import (
 )
 from omni_async.performance.profile import Profile
 from omni_async.performance.scorer_lanes import scorer_lanes
+from omni_async.rewards import base
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.roles.api import Abandoned, CoordinatorForRewarder, Tracer
 from omni_async.roles.plan import Plan
@@ -55,7 +56,7 @@ from omni_async.weights.snapshot import SharedRows, Snapshot
 _VERSION_BYTES = 8
 
 
-class EmulatedScorer:
+class EmulatedScorer(base.Scorer):
     """A scorer that takes the profile's time for every batch, and computes rewards from the seeds in the media.
 
     The rewards are uniform in [0, 1). Each concurrent call has its own device. `fetch_s` returns the fetch time of the

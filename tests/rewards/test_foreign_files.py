@@ -14,7 +14,7 @@ from omni_async.config.load import read_model_json
 from omni_async.records.write.images import image_grid
 from omni_async.rewards.cache import _decoded, _encoded
 from omni_async.rewards.score_file import ScoreFile
-from omni_async.rewards.scorers.aesthetic import read_tensors
+from omni_async.rewards.scorers.head import read_tensors
 from omni_async.rewards.scorers.hps_v3 import read_question
 from omni_async.rewards.scorers.pretrained import wrong_checkpoint
 from omni_async.training.loading import open_tensors

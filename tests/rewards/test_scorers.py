@@ -19,7 +19,8 @@ from omni_async.media import Media
 from omni_async.plugins import entry_points as lookup
 from omni_async.plugins.families import MediaShape
 from omni_async.rewards import registry
-from omni_async.rewards.base import ScoreError
+from omni_async.rewards.base import ScoreError, Scorer
+from omni_async.rewards.cache import identity_of
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt, Score
 from tests.support.images import as_media, score_all
@@ -137,6 +138,26 @@ def test_a_scorer_is_refused_that_accepts_nothing_of_the_samples(name, made, err
         registry.check(config(name), made)
 
 
+class Heir(Scorer):
+    name = "heir"
+
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        return [Score(value=1.0)] * len(images)
+
+
+@pytest.mark.parametrize("name", ["Nameless", "Heir"])
+def test_a_class_has_the_defaults_of_the_base_whether_it_inherits_from_it_or_not(name):
+    given = own(name)
+    registry.check(given, (IMAGE, VIDEO))
+    registry.check_files(given)
+    found = registry.media_of(given.name), registry.concurrency_of(given), registry.cost_of(given)
+    assert found == ({"image"}, 1, "cpu") and registry.prompt_check(given) is None
+    assert identity_of(given, registry.build(given)) is None
+    assert [score.value for score in scored(given)] == [1.0] * 3
+    with pytest.raises(registry.ScorerConfigError, match=r"accepts image \(it has no `accepts`\)"):
+        registry.check(given, (VIDEO,))
+
+
 def test_a_scorer_that_declares_what_it_accepts_gets_media_and_one_that_does_not_gets_images():
     both = Media(image=MEDIA[2].image, audio=np.full((1, 8), -0.5, np.float32), sample_rate=8000)
     [score] = scored(own("Loud"), own("Bright"), media=[both], prompts=PROMPTS[:1])
@@ -183,6 +204,7 @@ def test_configuration_errors_say_what_is_allowed(scorer, message):
 
 HEAD = "from __future__ import annotations\n"
 _CLASS = "class Own:\n    name = 'own'\n    def score(self, images, prompts): return []\n"
+_BASE = "from omni_async.rewards.base import Scorer\n"
 INIT = "    def __init__(self, *, {}): pass\n"
 
 
@@ -234,6 +256,7 @@ def test_a_module_that_cannot_be_imported_is_refused_with_the_line(folder, conte
         (_CLASS, "own_module:Own.Inner", {}, "has no 'Own.Inner'"),
         ("x = 1\n", "own_module:Own", {}, "has no 'Own'; it defines no class"),
         ("x = 1\n", "own_module:x", {}, "is not a class with a method"),
+        (_BASE + "class Own(Scorer):\n    name = 'own'\n", "own_module:Own", {}, "is not a class with a method"),
         (_CLASS, "own_nowhere:Own", {}, "there is no 'own_nowhere' in {folder}"),
         (_CLASS, "own_package.nowhere:Own", {}, "there is no 'own_package.nowhere' in {folder}"),
         (_CLASS + INIT.format("x: set[str] | list[str] = ()"), "own_module:Own", {"x": []}, "a recipe cannot give a"),

@@ -7,25 +7,23 @@ extractor would cut at random, and the same sound would get another score every 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import av
 import numpy as np
-from msgspec import Meta
 
 from omni_async.rewards.base import ScoreError
+from omni_async.rewards.scorers.model_scorer import Count, ModelScorer
 from omni_async.rewards.scorers.pretrained import (
     Precision,
     embedded_texts,
     folder_of,
+    in_batches,
     load_model,
-    missing_file,
+    load_part,
     per_sample,
     unit,
-    version_of,
-    wrong_checkpoint,
 )
 from omni_async.types import Prompt, Score
 
@@ -38,72 +36,47 @@ _LONGEST_S = 1200
 _MOST_TOKENS = 512
 
 
-class ClapScorer:
+class ClapScorer(ModelScorer):
     """A scorer with value = cosine, in [-1, 1].
 
-    Args:
-        path: a CLAP checkpoint in transformers' layout.
-        processor: the folder of tokenizer and feature extractor, if they are not in `path`.
-        dtype: the precision of the model.
-        batch: windows of sound, and texts, per forward pass of the model.
-        device: the reward worker's, passed by the run."""
+    `path`: a CLAP checkpoint. `batch`: windows of sound, and texts, per forward pass of the model."""
 
     name = "clap"
     accepts = ("audio",)
-    cost = "model"
-    deterministic = True
+    model_type = "clap"
+    files = ("processor",)
 
     def __init__(
-        self,
-        *,
-        path: str,
-        processor: str | None = None,
-        dtype: Precision = "float32",
-        batch: Annotated[int, Meta(ge=1)] = 16,
-        device: str,
+        self, *, path: str, processor: str | None = None, dtype: Precision = "float32", batch: Count = 16, device: str
     ) -> None:
-        import torch
         from transformers import AutoTokenizer, ClapFeatureExtractor, ClapModel
 
+        super().__init__(dtype=dtype, batch=batch, device=device)
         prepared = folder_of(processor or path)
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(prepared, local_files_only=True)
-        self._extract: Any = ClapFeatureExtractor.from_pretrained(prepared, local_files_only=True)
+        self._tokenizer = load_part(AutoTokenizer, prepared)
+        self._extract = load_part(ClapFeatureExtractor, prepared)
         model = load_model(ClapModel, path)
-        self.version = f"{version_of(model, prepared, device)}, pyav {metadata.version('av')}"
         # RoBERTa's positions begin after its padding index.
         positions = model.config.text_config.max_position_embeddings - model.config.text_config.pad_token_id - 1
         self._most_tokens = min(self._tokenizer.model_max_length, positions, _MOST_TOKENS)
-        self._model = model.to(device, getattr(torch, dtype))
-        self._device, self._dtype, self._batch = device, getattr(torch, dtype), batch
-
-    @staticmethod
-    def check_params(params: dict[str, Any]) -> str | None:
-        """Require the checkpoint's files."""
-        wrong = wrong_checkpoint(params["path"], "clap")
-        if wrong is None and params["processor"] is not None:
-            wrong = missing_file("processor", params["processor"])
-        return wrong
+        self._set_model(model, prepared, f"pyav {metadata.version('av')}")
 
     def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
         rate, longest = int(self._extract.sampling_rate), int(self._extract.nb_max_samples)
         heard = [windows(mono_at(rate, one), longest) for one in media]
-        sounds = self._sounds([window for some in heard for window in some]).astype(np.float64)
+        sounds = in_batches(self._batch, self._hear, [window for some in heard for window in some]).astype(np.float64)
         texts = embedded_texts([prompt.text for prompt in prompts], self._batch, self._embed).astype(np.float64)
         rows = zip(per_sample(sounds, heard), texts, strict=True)
         return [Score(float((some @ text).mean())) for some, text in rows]
 
-    def _sounds(self, heard: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    def _hear(self, some: list[NDArray[np.float32]]) -> NDArray[np.float32]:
         import torch
 
-        found = []
-        for start in range(0, len(heard), self._batch):
-            some, rate = list(heard[start : start + self._batch]), self._extract.sampling_rate
-            features = self._extract(some, sampling_rate=rate, return_tensors="pt").input_features
-            # The extractor marks a random window as longer than it is.
-            is_longer = torch.zeros(len(some), 1, dtype=torch.bool, device=self._device)
-            embedded = self._model.get_audio_features(features.to(self._device, self._dtype), is_longer=is_longer)
-            found.append(unit(embedded.pooler_output))
-        return np.concatenate(found)
+        features = self._extract(some, sampling_rate=self._extract.sampling_rate, return_tensors="pt").input_features
+        # The extractor marks a random window as longer than it is.
+        is_longer = torch.zeros(len(some), 1, dtype=torch.bool, device=self._device)
+        embedded = self._model.get_audio_features(features.to(self._device, self._dtype), is_longer=is_longer)
+        return unit(embedded.pooler_output)
 
     def _embed(self, texts: list[str]) -> Any:
         tokens = self._tokenizer(

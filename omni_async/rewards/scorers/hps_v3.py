@@ -12,23 +12,14 @@ from __future__ import annotations
 import re
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from msgspec import Meta
 
 from omni_async.config.reading import read_file
-from omni_async.rewards.scorers.aesthetic import read_head, read_tensors
-from omni_async.rewards.scorers.clip import frames_of
-from omni_async.rewards.scorers.pretrained import (
-    Precision,
-    folder_of,
-    load_model,
-    missing_file,
-    per_sample,
-    version_of,
-    wrong_checkpoint,
-)
+from omni_async.rewards.scorers.head import Head, read_tensors
+from omni_async.rewards.scorers.model_scorer import Count, ModelScorer
+from omni_async.rewards.scorers.pretrained import Precision, folder_of, load_model, load_part, per_sample
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
@@ -43,23 +34,17 @@ _LARGEST_QUESTION = 2**20  # bytes
 _EMBEDDING = "language_model.embed_tokens.weight"
 
 
-class HpsV3Scorer:
+class HpsV3Scorer(ModelScorer):
     """A scorer of images; for a video, the mean over `frames` frames. Part `sigma`: the mean of exp(log(sigma)).
 
-    Args:
-        path: a folder with configuration, tokenizer and processor of the trained Qwen2-VL.
-        weights: the published checkpoint, `HPSv3.safetensors`.
-        question: a text file with the question of the training, with `{text_prompt}` for the prompt and `<|Reward|>` at
-            the token whose state is read.
-        dtype: the precision of Qwen2-VL; the predictor runs in float64.
-        frames: the number of frames to score of a video.
-        batch: images per forward pass of the model.
-        device: the reward worker's, passed by the run."""
+    `path`: a folder with configuration, tokenizer and processor of the trained Qwen2-VL. `weights`: the published
+    checkpoint, `HPSv3.safetensors`. `question`: a text file with the question of the training, with `{text_prompt}` for
+    the prompt and `<|Reward|>` at the token whose state is read. `dtype`: the precision of Qwen2-VL; the predictor runs
+    in float64."""
 
     name = "hps_v3"
-    accepts = ("image", "video")
-    cost = "model"
-    deterministic = True
+    model_type = "qwen2_vl"
+    files = ("weights",)
 
     def __init__(
         self,
@@ -68,40 +53,34 @@ class HpsV3Scorer:
         weights: str,
         question: str,
         dtype: Precision = "bfloat16",
-        frames: Annotated[int, Meta(ge=1)] = 4,
-        batch: Annotated[int, Meta(ge=1)] = 4,
+        frames: Count = 4,
+        batch: Count = 4,
         device: str,
     ) -> None:
-        import torch
         from transformers import AutoTokenizer, Qwen2VLImageProcessorPil, Qwen2VLProcessor
         from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
+        super().__init__(dtype=dtype, frames=frames, batch=batch, device=device)
         folder = folder_of(path)
         self._question = read_question(question)
         tensors = read_tensors(str(folder_of(weights)))
         head = {name: tensors.pop(name) for name in [*tensors] if name.startswith("rm_head.")}
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self._tokenizer = load_part(AutoTokenizer, folder)
         if _TOKEN not in self._tokenizer.get_vocab():  # as at the beginning of the training
             self._tokenizer.add_special_tokens({"additional_special_tokens": [_TOKEN]})
         self._mark = self._tokenizer.get_vocab()[_TOKEN]
         model = self._qwen(path, tensors, weights)
-        prepare: Any = Qwen2VLImageProcessorPil.from_pretrained(
-            folder, local_files_only=True, min_pixels=PIXELS, max_pixels=PIXELS
-        )
+        prepare = load_part(Qwen2VLImageProcessorPil, folder, min_pixels=PIXELS, max_pixels=PIXELS)
         self._process: Any = Qwen2VLProcessor(prepare, self._tokenizer, Qwen2VLVideoProcessor())
-        self._layers = read_head(head, f"weights: {weights}", model.config.text_config.hidden_size, out=2)
-        own = b"".join(part.tobytes() for layer in self._layers for part in layer) + self._question.encode()
-        self.version = f"{version_of(model, folder, device)}, head {blake2b(own, digest_size=16).hexdigest()}"
-        self._model = model.to(device, getattr(torch, dtype))
-        self._device, self._dtype = device, getattr(torch, dtype)
-        self._frames, self._batch = frames, batch
+        self._head = Head(head, f"weights: {weights}", model.config.text_config.hidden_size, out=2, relu=True)
+        asked = blake2b(self._question.encode(), digest_size=16).hexdigest()
+        self._set_model(model, folder, self._head.version, f"question {asked}")
 
-    @staticmethod
-    def check_params(params: dict[str, Any]) -> str | None:
+    @classmethod
+    def check_params(cls, params: dict[str, Any]) -> str | None:
         """Require the configuration's folder, the checkpoint, and the question."""
-        wrong = wrong_checkpoint(params["path"], "qwen2_vl") or missing_file("weights", params["weights"])
-        if wrong is not None:
-            return wrong
+        if (missing := super().check_params(params)) is not None:
+            return missing
         try:
             read_question(params["question"])
         except ValueError as error:
@@ -122,14 +101,8 @@ class HpsV3Scorer:
         return load_model(Qwen2VLModel, path, config=config, tensors=named)
 
     def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
-        frames = [frames_of(one, self._frames) for one in media]
-        images = [frame for some in frames for frame in some]
-        texts = [prompt.text for prompt, some in zip(prompts, frames, strict=True) for _ in some]
-        steps = range(0, len(images), self._batch)
-        rows = np.concatenate([self._read(images[i : i + self._batch], texts[i : i + self._batch]) for i in steps])
-        for number, (weight, bias) in enumerate(self._layers):
-            rows = (np.maximum(rows, 0) if number else rows) @ weight.T + bias
-        found = per_sample(rows, frames)
+        shown = self._shown(media)
+        found = per_sample(self._head(self._read_all(shown, prompts)), shown)
         return [Score(float(mu.mean()), {"sigma": float(np.exp(sigma).mean())}) for mu, sigma in (x.T for x in found)]
 
     def _read(self, images: list[NDArray[np.uint8]], texts: list[str]) -> NDArray[np.float64]:

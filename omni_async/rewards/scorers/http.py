@@ -19,12 +19,12 @@ from omni_async.config.redact import one_line, redact_text
 from omni_async.config.section import Urls
 from omni_async.media import Media
 from omni_async.rewards import wire
-from omni_async.rewards.base import Addresses, Outage, ScoreError, Unbounded
+from omni_async.rewards.base import Addresses, Outage, ScoreError, Scorer, Unbounded
 from omni_async.rewards.scorers.model_servers import BadAnswer, Connections, ModelServers, Question, Retries, Seconds
 from omni_async.types import Prompt, Score
 
 
-class HttpScorer:
+class HttpScorer(Scorer):
     """A scorer that returns the value, parts and text of a server's answer.
 
     `urls`: servers that score alike; `token` is sent to each of them. `server`: a role of the run whose workers are

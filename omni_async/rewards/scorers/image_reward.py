@@ -12,26 +12,15 @@ published checkpoint's over its own training data, so that 0 is an average image
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from hashlib import blake2b
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from msgspec import Meta
-
-from omni_async.rewards.scorers.aesthetic import read_head, read_tensors
-from omni_async.rewards.scorers.clip import frames_of
-from omni_async.rewards.scorers.pretrained import (
-    Precision,
-    folder_of,
-    missing_file,
-    per_sample,
-    version_of,
-    wrong_checkpoint,
-)
+from omni_async.rewards.scorers.head import Head, read_tensors
+from omni_async.rewards.scorers.model_scorer import Count, ModelScorer
+from omni_async.rewards.scorers.pretrained import Precision, folder_of, load_part, per_sample
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     from omni_async.media import Media
@@ -51,22 +40,16 @@ _NAMES = (
 )
 
 
-class ImageRewardScorer:
+class ImageRewardScorer(ModelScorer):
     """A scorer of images; for a video, the mean over `frames` frames.
 
-    Args:
-        path: a folder with the configuration and the tokenizer of a BLIP in transformers' layout with the sizes of the
-            weights: BLIP large. Its own weights are not read.
-        weights: the published checkpoint, `ImageReward.pt`.
-        dtype: the precision of BLIP; the predictor runs in float64.
-        frames: the number of frames to score of a video.
-        batch: images per forward pass of the model.
-        device: the reward worker's, passed by the run."""
+    `path`: a folder with the configuration and the tokenizer of a BLIP in transformers' layout with the sizes of the
+    weights: BLIP large. Its own weights are not read. `weights`: the published checkpoint, `ImageReward.pt`. `dtype`:
+    the precision of BLIP; the predictor runs in float64."""
 
     name = "image_reward"
-    accepts = ("image", "video")
-    cost = "model"
-    deterministic = True
+    model_type = "blip"
+    files = ("weights",)
 
     def __init__(
         self,
@@ -74,50 +57,35 @@ class ImageRewardScorer:
         path: str,
         weights: str,
         dtype: Precision = "float32",
-        frames: Annotated[int, Meta(ge=1)] = 4,
-        batch: Annotated[int, Meta(ge=1)] = 16,
+        frames: Count = 4,
+        batch: Count = 16,
         device: str,
     ) -> None:
-        import torch
         from transformers import AutoTokenizer, CLIPImageProcessorPil
 
-        folder = folder_of(path)
+        super().__init__(dtype=dtype, frames=frames, batch=batch, device=device)
         tensors = read_tensors(str(folder_of(weights)))
         model = _blip(path, {name.removeprefix("blip."): one for name, one in tensors.items()}, weights)
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self._tokenizer = load_part(AutoTokenizer, folder_of(path))
         side = model.config.vision_config.image_size
         self._prepare: Any = CLIPImageProcessorPil(
             size={"shortest_edge": side}, crop_size={"height": side, "width": side}
         )
         head = {name: one for name, one in tensors.items() if name.startswith("mlp.")}
-        self._layers = read_head(head, f"weights: {weights}", model.config.text_config.hidden_size)
-        layers = b"".join(part.tobytes() for layer in self._layers for part in layer)
-        self.version = f"{version_of(model, folder, device)}, head {blake2b(layers, digest_size=16).hexdigest()}"
-        self._model = model.to(device, getattr(torch, dtype))
-        self._device, self._dtype = device, getattr(torch, dtype)
-        self._frames, self._batch = frames, batch
-
-    @staticmethod
-    def check_params(params: dict[str, Any]) -> str | None:
-        """Require the configuration's folder and the checkpoint."""
-        return wrong_checkpoint(params["path"], "blip") or missing_file("weights", params["weights"])
+        self._head = Head(head, f"weights: {weights}", model.config.text_config.hidden_size)
+        self._set_model(model, folder_of(path), self._head.version)
 
     def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
-        frames = [frames_of(one, self._frames) for one in media]
-        images = [frame for some in frames for frame in some]
-        texts = [prompt.text for prompt, some in zip(prompts, frames, strict=True) for _ in some]
-        steps = range(0, len(images), self._batch)
-        rows = np.concatenate([self._read(images[i : i + self._batch], texts[i : i + self._batch]) for i in steps])
-        for weight, bias in self._layers:
-            rows = rows @ weight.T + bias
-        return [Score(float(values.mean())) for values in per_sample((rows[:, 0] - MEAN) / STD, frames)]
+        shown = self._shown(media)
+        rows = self._head(self._read_all(shown, prompts))
+        return [Score(float(values.mean())) for values in per_sample((rows[:, 0] - MEAN) / STD, shown)]
 
-    def _read(self, images: list[NDArray[np.uint8]], texts: Sequence[str]) -> NDArray[np.float64]:
+    def _read(self, images: list[NDArray[np.uint8]], texts: list[str]) -> NDArray[np.float64]:
         """Return the state of the first token of each text, read together with its image: (images, width)."""
         pixels = self._prepare(images, return_tensors="pt", input_data_format="channels_last").pixel_values
-        tokens = self._tokenizer(
-            list(texts), padding=True, truncation=True, max_length=_MOST_TOKENS, return_tensors="pt"
-        ).to(self._device)
+        tokens = self._tokenizer(texts, padding=True, truncation=True, max_length=_MOST_TOKENS, return_tensors="pt").to(
+            self._device
+        )
         seen = self._model.vision_model(pixel_values=pixels.to(self._device, self._dtype)).last_hidden_state
         found = self._model.text_encoder(
             input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, encoder_hidden_states=seen

@@ -12,6 +12,7 @@ import PIL
 from msgspec import Meta
 from PIL import Image
 
+from omni_async.rewards.base import Scorer
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from omni_async.media import Media
 
 
-class JpegSizeScorer:
+class JpegSizeScorer(Scorer):
     """A scorer with value = +-scale x size in kB (1000 bytes); `sign: min` rewards small files, `max` large ones.
 
     Part: `jpeg_kb`."""

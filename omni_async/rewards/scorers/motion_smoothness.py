@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 from msgspec import Meta
 
-from omni_async.rewards.base import ScoreError, describe
+from omni_async.rewards.base import ScoreError, Scorer, describe
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _FEWEST = 3  # frames that have a second difference
 
 
-class MotionSmoothnessScorer:
+class MotionSmoothnessScorer(Scorer):
     """A scorer with value in [0, 1], higher is smoother.
 
     Parts: `smoothness`, before the guard, and `motion` in grey levels. `min_motion`: the grey levels of motion below

@@ -27,7 +27,8 @@ from msgspec import Meta
 
 from omni_async.rewards.base import ScoreError, describe
 from omni_async.rewards.scorers.clip import Clip
-from omni_async.rewards.scorers.pretrained import folder_of, load_model, missing_file, version_of, wrong_checkpoint
+from omni_async.rewards.scorers.model_scorer import Count, ModelScorer
+from omni_async.rewards.scorers.pretrained import folder_of, load_model, load_part, missing_file, wrong_checkpoint
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Box(NamedTuple):
     bottom: float
 
 
-class ObjectChecksScorer:
+class ObjectChecksScorer(ModelScorer):
     """A scorer of images.
 
     `path`: an object detector in transformers' layout whose labels are the prompts' classes, such as DETR, Deformable
@@ -65,8 +66,6 @@ class ObjectChecksScorer:
 
     name = "object_checks"
     accepts = ("image",)
-    cost = "model"
-    deterministic = True
 
     def __init__(
         self,
@@ -76,24 +75,23 @@ class ObjectChecksScorer:
         threshold: Annotated[float, Meta(gt=0, lt=1)] = 0.3,
         counting_threshold: Annotated[float, Meta(gt=0, lt=1)] = 0.9,
         partial: bool = True,
-        batch: Annotated[int, Meta(ge=1)] = 8,
+        batch: Count = 8,
         device: str,
     ) -> None:
         from transformers import AutoImageProcessor, AutoModelForObjectDetection
 
+        super().__init__(dtype="float32", batch=batch, device=device)
         model = load_model(AutoModelForObjectDetection, path)
-        self._processor = AutoImageProcessor.from_pretrained(folder_of(path), local_files_only=True)
+        self._processor = load_part(AutoImageProcessor, folder_of(path))
         self._labels = {int(number): str(label).lower() for number, label in model.config.id2label.items()}
         self._clip = None if clip is None else Clip(clip, None, device, "float32", 32)
         self._texts: dict[str, NDArray[np.float64]] = {}
-        self.version = version_of(model, folder_of(path), device) + ("" if self._clip is None else self._clip.version)
-        self._model = model.to(device)
-        self._device = device
+        self._set_model(model, folder_of(path), *([] if self._clip is None else [self._clip.version]))
         self._thresholds = threshold, counting_threshold
-        self._partial, self._batch = partial, batch
+        self._partial = partial
 
-    @staticmethod
-    def check_params(params: dict[str, Any]) -> str | None:
+    @classmethod
+    def check_params(cls, params: dict[str, Any]) -> str | None:
         """Require the detector's folder, and CLIP's if it is given."""
         missing = missing_file("path", params["path"])
         if missing is None and params["clip"] is not None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 import re
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from msgspec import Meta
 from rapidfuzz.distance import Levenshtein
 
 from omni_async.media import evenly
-from omni_async.rewards.base import ScoreError, describe
+from omni_async.rewards.base import ScoreError, Scorer, describe
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
@@ -168,7 +169,43 @@ def mean_of_frames(found: Sequence[Score]) -> Score:
     return Score(sum(score.value for score in found) / len(found), parts, best.text)
 
 
-class OcrScorer:
+class ReadingScorer(Scorer):
+    """The base of scorers that read an image, or `frames` frames of a video, for the wanted text of its prompt."""
+
+    accepts = ("image", "video")
+    deterministic = True
+
+    def __init__(self, frames: int) -> None:
+        self.version = f"rapidocr {metadata.version('rapidocr')}"
+        self._frames = frames
+
+    @staticmethod
+    def check_prompt(prompt: Prompt, params: dict[str, Any]) -> str | None:
+        """Require a text to read."""
+        return missing_text(prompt)
+
+    def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
+        wanted = [self._wanted(describe(position, prompt), prompt) for position, prompt in enumerate(prompts)]
+        return [self._score(one, text) for one, text in zip(media, wanted, strict=True)]
+
+    def _score(self, media: Media, wanted: str) -> Score:
+        if media.image is not None:
+            return self._judge(media.pixels, wanted)
+        return mean_of_frames([self._judge(frame, wanted) for frame in evenly(media.frames, self._frames)])
+
+    def _wanted(self, where: str, prompt: Prompt) -> str:
+        """Return the wanted text, without white space. ScoreError, which begins with `where`, if there is none."""
+        text = wanted_text(prompt)
+        if text is None:
+            raise ScoreError(f'{where}: no `target` and no text in "double quotes"')
+        return text
+
+    @abstractmethod
+    def _judge(self, image: np.ndarray, wanted: str) -> Score:
+        """Return the score of an image uint8 (height, width, 3)."""
+
+
+class OcrScorer(ReadingScorer):
     """The OCR scorer.
 
     Parts: `ocr` (similarity), `ocr_exact` (0 or 1), `ocr_confidence` (of the text read, 0 if nothing) and, if dense,
@@ -178,8 +215,6 @@ class OcrScorer:
     to it. `frames`: the number of frames to read of a video."""
 
     name = "ocr"
-    accepts = ("image", "video")
-    deterministic = True
 
     def __init__(
         self,
@@ -190,8 +225,7 @@ class OcrScorer:
         width: Annotated[int, Meta(ge=48, le=2048)] = 64,
         frames: Annotated[int, Meta(ge=1)] = 4,
     ) -> None:
-        self.version = f"rapidocr {metadata.version('rapidocr')}"
-        self._frames = frames
+        super().__init__(frames)
         self._dense = dense
         self._case_sensitive = case_sensitive
         self._recogniser = Recogniser(threads=threads, width=width)
@@ -214,30 +248,18 @@ class OcrScorer:
         unknown = {c for c in text if c not in known and not (folds and known & {c.lower(), c.upper()})}
         return f"the recogniser's alphabet lacks {''.join(sorted(unknown))!r}" if unknown else None
 
-    def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
-        wanted = [self._wanted(position, prompt) for position, prompt in enumerate(prompts)]
-        return [self._score(one, text) for one, text in zip(media, wanted, strict=True)]
-
-    def _score(self, media: Media, wanted: str) -> Score:
-        if media.image is not None:
-            return self._judge(self._recogniser.read(media.pixels), wanted)
-        found = [self._judge(self._recogniser.read(frame), wanted) for frame in evenly(media.frames, self._frames)]
-        return mean_of_frames(found)
-
     def _fold(self, text: str) -> str:
         return text if self._case_sensitive else text.lower()
 
-    def _wanted(self, position: int, prompt: Prompt) -> str:
-        text = wanted_text(prompt)
-        if text is None:
-            raise ScoreError(f'{describe(position, prompt)}: no `target` and no text in "double quotes"')
-        text = self._fold(text)
+    def _wanted(self, where: str, prompt: Prompt) -> str:
+        text = self._fold(super()._wanted(where, prompt))
         unknown = sorted(set(text) - self._entries.keys())
         if unknown:
-            raise ScoreError(f"{describe(position, prompt)}: the recogniser's alphabet lacks {''.join(unknown)!r}")
+            raise ScoreError(f"{where}: the recogniser's alphabet lacks {''.join(unknown)!r}")
         return text
 
-    def _judge(self, reading: Reading, wanted: str) -> Score:
+    def _judge(self, image: np.ndarray, wanted: str) -> Score:
+        reading = self._recogniser.read(image)
         read = self._fold("".join(reading.text.split()))
         similarity = Levenshtein.normalized_similarity(read, wanted)
         parts = {"ocr": similarity, "ocr_exact": float(read == wanted), "ocr_confidence": reading.confidence}

@@ -55,6 +55,11 @@ def missing_file(name: str, path: str) -> str | None:
     return None if folder_of(path).exists() else f"{name}: there is no {folder_of(path)}"
 
 
+def load_part(kind: Any, folder: Path, **settings: Any) -> Any:
+    """Load a tokenizer or a processor, of this class of transformers."""
+    return kind.from_pretrained(folder, local_files_only=True, **settings)
+
+
 def load_model(model: Any, path: str, config: Any = None, tensors: dict[str, Any] | None = None) -> Any:
     """Load a checkpoint on the CPU in float32, without gradients.
 
@@ -109,12 +114,18 @@ def unit(features: Any) -> NDArray[np.float32]:
     return rows
 
 
+def in_batches(batch: int, read: Callable[..., NDArray[Any]], *columns: Sequence[Any]) -> NDArray[Any]:
+    """Return the rows of `read` for all items of the columns, of which each call gets at most `batch`, in lists."""
+    starts = range(0, len(columns[0]), batch)
+    return np.concatenate([read(*([*items[i : i + batch]] for items in columns)) for i in starts])
+
+
 def embedded_texts(texts: Sequence[str], batch: int, embed: Callable[[list[str]], Any]) -> NDArray[np.float32]:
     """Return the embeddings of texts, each of norm 1: float32 (texts, width).
 
     `embed` returns the embeddings of at most `batch` texts, a tensor; it gets a repeated text once."""
     distinct = list(dict.fromkeys(texts))
-    rows = np.concatenate([unit(embed(distinct[i : i + batch])) for i in range(0, len(distinct), batch)])
+    rows = in_batches(batch, lambda some: unit(embed(some)), distinct)
     return rows[[distinct.index(text) for text in texts]]
 
 

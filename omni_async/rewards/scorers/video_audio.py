@@ -9,45 +9,32 @@ from __future__ import annotations
 
 from importlib import metadata
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from msgspec import Meta
 
 from omni_async.media import evenly
 from omni_async.rewards.scorers.clap import mono_at
-from omni_async.rewards.scorers.pretrained import (
-    Precision,
-    folder_of,
-    load_model,
-    missing_file,
-    unit,
-    version_of,
-    wrong_checkpoint,
-)
+from omni_async.rewards.scorers.model_scorer import Count, ModelScorer
+from omni_async.rewards.scorers.pretrained import Precision, folder_of, load_model, load_part, unit
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
     from omni_async.media import Media
 
 
-class VideoAudioScorer:
+class VideoAudioScorer(ModelScorer):
     """A scorer with value = cosine of video and sound, in [-1, 1].
 
     Part `logit`: the checkpoint's logit for both; its sigmoid is the probability that they belong together.
 
-    Args:
-        path: a PE-AV checkpoint in transformers' layout.
-        processor: the folder of the feature extractor and the video processor, if they are not in `path`.
-        dtype: the precision of the model.
-        frames: the number of evenly spaced frames to use; None: all of them.
-        device: the reward worker's, passed by the run."""
+    `path`: a PE-AV checkpoint. `frames`: the number of evenly spaced frames to use; None: all of them."""
 
     name = "video_audio"
     accepts = ("video", "audio")
     requires = ("video", "audio")
-    cost = "model"
-    deterministic = True
+    model_type = "pe_audio_video"
+    files = ("processor",)
 
     def __init__(
         self,
@@ -55,27 +42,22 @@ class VideoAudioScorer:
         path: str,
         processor: str | None = None,
         dtype: Precision = "float32",
-        frames: Annotated[int, Meta(ge=1)] | None = None,
+        frames: Count | None = None,
         device: str,
     ) -> None:
-        import torch
         from transformers import PeAudioFeatureExtractor, PeAudioVideoModel, PeVideoVideoProcessor
 
+        super().__init__(dtype=dtype, frames=frames, device=device)
         prepared = folder_of(processor or path)
-        self._extract: Any = PeAudioFeatureExtractor.from_pretrained(prepared, local_files_only=True)
-        self._prepare: Any = PeVideoVideoProcessor.from_pretrained(prepared, local_files_only=True)
-        model = load_model(PeAudioVideoModel, path)
-        libraries = ", ".join(f"{name} {metadata.version(name)}" for name in ("av", "timm"))
-        self.version = f"{version_of(model, prepared, device)}, {libraries}"
-        self._model = model.to(device, getattr(torch, dtype))
-        self._device, self._dtype, self._frames = device, getattr(torch, dtype), frames
+        self._extract = load_part(PeAudioFeatureExtractor, prepared)
+        self._prepare = load_part(PeVideoVideoProcessor, prepared)
+        libraries = (f"{name} {metadata.version(name)}" for name in ("av", "timm"))
+        self._set_model(load_model(PeAudioVideoModel, path), prepared, *libraries)
 
-    @staticmethod
-    def check_params(params: dict[str, Any]) -> str | None:
+    @classmethod
+    def check_params(cls, params: dict[str, Any]) -> str | None:
         """Require the checkpoint's files, and the library of its image encoder."""
-        wrong = wrong_checkpoint(params["path"], "pe_audio_video")
-        if wrong is None and params["processor"] is not None:
-            wrong = missing_file("processor", params["processor"])
+        wrong = super().check_params(params)
         if wrong is None and find_spec("timm") is None:
             wrong = "transformers has PE-AV's image encoder from timm, which is not there: pip install 'timm<1.0.27'"
         return wrong
@@ -88,8 +70,8 @@ class VideoAudioScorer:
 
         rate = int(self._extract.sampling_rate)
         heard = torch.from_numpy(np.stack(self._extract([mono_at(rate, media)], sampling_rate=rate).input_values))
-        shown = media.frames if self._frames is None else evenly(media.frames, self._frames)
-        frames = torch.from_numpy(np.ascontiguousarray(shown)).permute(0, 3, 1, 2)
+        shown = np.ascontiguousarray(evenly(media.frames, self._frames))
+        frames = torch.from_numpy(shown).permute(0, 3, 1, 2)
         seen = self._prepare(videos=[frames], do_sample_frames=False, return_tensors="pt").pixel_values_videos
         found = self._model(
             input_values=heard.to(self._device, self._dtype), pixel_values_videos=seen.to(self._device, self._dtype)

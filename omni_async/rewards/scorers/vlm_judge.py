@@ -22,7 +22,7 @@ from omni_async.aio.threads import in_daemon_thread
 from omni_async.config.section import Urls
 from omni_async.data.image_files import read_prompt_image
 from omni_async.media import Media, evenly
-from omni_async.rewards.base import Addresses, ScoreError, describe
+from omni_async.rewards.base import Addresses, ScoreError, Scorer, describe
 from omni_async.rewards.scorers.judging import (
     PROMPTS,
     Mode,
@@ -47,7 +47,7 @@ class _OtherModelError(ScoreError):
     """Another model than the judge answered."""
 
 
-class VlmJudgeScorer:
+class VlmJudgeScorer(Scorer):
     """The judge. `model`: the name that its servers serve it by.
 
     `answers_as`: the name in its answers, if it is neither this name, nor a version of it, nor listed as the same.
