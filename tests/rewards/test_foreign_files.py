@@ -68,7 +68,7 @@ def test_json_of_a_model_folder_is_an_object_of_bounded_size(content, tmp_path: 
 @pytest.mark.parametrize("where", ['{"a": "../x.safetensors"}', '{"a": 1}', "3"])
 def test_an_index_of_weights_lists_files_of_its_folder(where, tmp_path: Path):
     (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {where}}}')
-    with pytest.raises(ValueError, match="expected a weight_map, tensors to files"):
+    with pytest.raises(ValueError, match="expected a weight_map from tensors to files"):
         open_tensors(tmp_path)
 
 

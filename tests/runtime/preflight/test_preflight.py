@@ -262,7 +262,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, found: tuple[int, str] | None) -> N
 def test_in_one_process_the_machine_says_what_auto_is(tmp_path, monkeypatch):
     config = write_world(tmp_path, run={"runtime": "inprocess"}, trainer={"offload": True})
     machine(monkeypatch, (0, "/dev has none"))
-    assert refusal(config).startswith("trainer.offload: the backend 'plain', which 'auto' is on one CPU rank, leaves")
+    assert refusal(config).startswith("trainer.offload: the backend 'plain', which 'auto' is on one CPU rank, does not")
     for found in (None, (1, "/dev has so many")):
         machine(monkeypatch, found)
         preflight(config)
