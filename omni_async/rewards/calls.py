@@ -11,6 +11,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Set
 from functools import partial
+from typing import Any
 
 from omni_async.aio.waiting import is_cancelled
 from omni_async.config import schema
@@ -128,7 +129,7 @@ class ScorerCalls:
 
     async def close(self) -> None:
         """End idle threads, and let the scorer free its resources, for at most `_CLOSING_S`; ignore its exceptions."""
-        close = declared(self._scorer).close
+        close: Any = declared(self._scorer).close
         with contextlib.suppress(Exception):
             async with asyncio.timeout(_CLOSING_S):
                 if inspect.iscoroutinefunction(close):
