@@ -237,7 +237,7 @@ FAULTS = [
             "write/rundir.py",
             "if not updates and not rounds:",
             "if True:",
-            "records/write/test_rundir.py runtime/driver/test_attempts.py",
+            "runtime/driver/test_observer.py",
         ),
     ),
     *_of(

@@ -13,7 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_async.control.group_table import GROUP_TRANSITIONS, Group, GroupEvent, GroupState, GroupTable, has_signal
+from omni_async.control.group_table import (
+    GROUP_TRANSITIONS,
+    Group,
+    GroupEvent,
+    GroupState,
+    GroupTable,
+    TooStale,
+    has_signal,
+)
 from omni_async.control.ledger import Ledger
 from omni_async.control.requests import RequestFactory
 from omni_async.control.sample_table import (
@@ -318,6 +326,16 @@ def test_the_example_of_the_group_table_is_right() -> None:
     example = doctest.DocTestParser().get_doctest(GroupTable.__doc__ or "", names, "GroupTable", None, None)
     assert len(example.examples) == 8
     assert doctest.DocTestRunner().run(example).failed == 0
+
+
+def test_a_group_beyond_the_budget_is_never_handed_to_the_trainer() -> None:
+    """No sequence of calls leads there: the table checks its own bound."""
+    world = GroupWorld(S=1, P=1, groups=2)
+    group = world.admit(0)
+    world.complete(group)
+    with pytest.raises(TooStale, match="group 0 reached the trainer 2 updates old, the budget is 1"):
+        world.take(2, 1)
+    assert world.counts() == (1, 0, 1, 1) and world.take(1, 1) == 0
 
 
 def test_a_group_holds_a_slot_until_it_is_published_and_a_place_until_it_is_taken() -> None:
