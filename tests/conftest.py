@@ -16,7 +16,8 @@ import inspect
 import os
 import random
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,6 +68,15 @@ class Slice:
 
 
 _SLICE = pytest.StashKey[Slice]()
+
+
+@pytest.fixture(autouse=True)
+def python_path() -> Iterator[None]:
+    """Takes back what a test puts before `sys.path`: every command adds its working directory, and each look for entry
+    points searches all of them."""
+    before = [*sys.path]
+    yield
+    sys.path[:] = before
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
