@@ -37,13 +37,17 @@ def not_one_of(name: str, known: Collection[str], also: str = "") -> str:
 
 
 @lru_cache(maxsize=64)
-def _scanned(scan: Callable[..., EntryPoints], group: str, path: tuple[str, ...]) -> EntryPoints:
-    return scan(group=group)
+def _scanned(scan: Callable[[], Any], path: tuple[str, ...]) -> Any:
+    return scan()
 
 
 def _installed(group: str) -> EntryPoints:
-    """Return a group's entry points, cached: a search opens a file of every package, and roles search often."""
-    return _scanned(entry_points, group, tuple(sys.path))
+    """Return a group's entry points.
+
+    A search opens a file of every package and lists every folder of the Python path. So one search serves all groups,
+    until the path changes."""
+    found: EntryPoints = _scanned(entry_points, tuple(sys.path)).select(group=group)
+    return found
 
 
 def registered_names(group: str, own: Iterable[str] = ()) -> tuple[str, ...]:

@@ -103,9 +103,10 @@ def installed(monkeypatch):
 
     def install(**points):
         found = EntryPoints(EntryPoint(name, f"{__name__}:{at}", lookup.OBJECTIVES) for name, at in points.items())
-        monkeypatch.setattr(
-            lookup, "entry_points", lambda group: found if group == lookup.OBJECTIVES else entry_points(group=group)
-        )
+        others = [
+            one for group in entry_points().groups for one in entry_points(group=group) if group != lookup.OBJECTIVES
+        ]
+        monkeypatch.setattr(lookup, "entry_points", lambda: EntryPoints([*found, *others]))
 
     return install
 

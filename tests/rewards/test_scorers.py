@@ -288,7 +288,7 @@ def test_a_name_that_no_module_can_have_is_refused(name):
 def test_a_name_that_two_packages_register_is_refused_with_both(monkeypatch, name):
     targets = ("package_b:Own", "package_b:Own", "package_a:Own")
     points = [EntryPoint(name, target, registry.ENTRY_POINT_GROUP) for target in targets]
-    monkeypatch.setattr(lookup, "entry_points", lambda group: EntryPoints(points))
+    monkeypatch.setattr(lookup, "entry_points", lambda: EntryPoints(points))
     said = "built in, and registered as" if name == "jpeg_size" else "registered more than once, as"
     assert refusal(name).startswith(f"scorer {name!r}: {name!r} is {said} ['package_a:Own', 'package_b:Own']; ")
     assert registry.names().count(name) == 1 and refusal("package_a:Own").startswith("scorer 'package_a:Own': cannot")

@@ -274,7 +274,7 @@ async def test_a_service_that_does_not_start_is_closed_and_has_no_address(addres
 def test_a_recipe_whose_role_no_package_brings_or_two_is_refused_whatever_the_order_of_the_path(tmp_path, monkeypatch):
     path = recipe(tmp_path, COUNTER)
     with monkeypatch.context() as patched:
-        patched.setattr(lookup, "entry_points", lambda **_: EntryPoints())
+        patched.setattr(lookup, "entry_points", EntryPoints)
         with pytest.raises(
             ConfigError, match=r"no installed package brings a role; install the package that brings .coun"
         ):

@@ -107,7 +107,7 @@ class PromptAlignmentScorer(ClipScorer):
 
     def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
         shown = self._shown(media)
-        images = per_sample(self._read_all(shown, prompts), shown)
+        images = per_sample(self._read_all(self._read, shown, prompts), shown)
         texts = self._clip.texts([prompt.text for prompt in prompts])
         return [
             self._judge(rows.astype(np.float64) @ text.astype(np.float64))

@@ -102,7 +102,7 @@ class HpsV3Scorer(ModelScorer):
 
     def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
         shown = self._shown(media)
-        found = per_sample(self._head(self._read_all(shown, prompts)), shown)
+        found = per_sample(self._head(self._read_all(self._read, shown, prompts)), shown)
         return [Score(float(mu.mean()), {"sigma": float(np.exp(sigma).mean())}) for mu, sigma in (x.T for x in found)]
 
     def _read(self, images: list[NDArray[np.uint8]], texts: list[str]) -> NDArray[np.float64]:

@@ -77,7 +77,7 @@ class ImageRewardScorer(ModelScorer):
 
     def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
         shown = self._shown(media)
-        rows = self._head(self._read_all(shown, prompts))
+        rows = self._head(self._read_all(self._read, shown, prompts))
         return [Score(float(values.mean())) for values in per_sample((rows[:, 0] - MEAN) / STD, shown)]
 
     def _read(self, images: list[NDArray[np.uint8]], texts: list[str]) -> NDArray[np.float64]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from omni_async.media import Media
     from omni_async.types import Prompt
+
+    # (images, their texts) -> a row for each image: (images, width)
+    Read = Callable[[list[NDArray[np.uint8]], list[str]], NDArray[Any]]
 
 Count = Annotated[int, Meta(ge=1)]
 
@@ -68,11 +71,9 @@ class ModelScorer(Scorer):
         """Return the frames to score of each sample, uint8 (height, width, 3): its image, or those of its video."""
         return [[one.pixels] if one.image is not None else [*evenly(one.frames, self._frames)] for one in media]
 
-    def _read_all(self, shown: Sequence[Sequence[NDArray[np.uint8]]], prompts: Sequence[Prompt]) -> NDArray[Any]:
-        """Return the result of `_read` for all frames, each with its sample's text: (frames of all samples, width)."""
+    def _read_all(
+        self, read: Read, shown: Sequence[Sequence[NDArray[np.uint8]]], prompts: Sequence[Prompt]
+    ) -> NDArray[Any]:
+        """Return the rows of `read` for all frames, each with its sample's text: (frames of all samples, width)."""
         texts = [prompt.text for prompt, some in zip(prompts, shown, strict=True) for _ in some]
-        return in_batches(self._batch, self._read, [frame for some in shown for frame in some], texts)
-
-    def _read(self, images: list[NDArray[np.uint8]], texts: list[str]) -> NDArray[Any]:
-        """Return a row for each image with its text: (images, width)."""
-        raise NotImplementedError
+        return in_batches(self._batch, read, [frame for some in shown for frame in some], texts)
