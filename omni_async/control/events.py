@@ -1,4 +1,7 @@
-"""Passes events to the driver, which waits for any event; the control plane decides nothing about them."""
+"""Passes events to the driver; the control plane decides nothing about them.
+
+`EventLog.take` waits for an event; `EventLog.add` unblocks it.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ it happens. A sink's failure is reported in `problem`, which the code that ended
 right, and the run can end in order.
 
 A checkpoint contains the number of lines, their bytes and their digest. The digest is a chain, line by line, so a
-checkpoint's digest is enough to extend it. Lines end in a line feed only.
+checkpoint's digest is enough to extend it. Lines end in a line feed only. `omni_async.records.write.ledger_file` writes
+the file, and verifies it before a run resumes.
 """
 
 from __future__ import annotations

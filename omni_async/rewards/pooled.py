@@ -28,7 +28,7 @@ def build_for(reward: Reward, config: Scorer, gpus: float) -> base.Scorer:
     return HttpScorer(
         server=config.pool,
         path=path_in_pool(number),
-        # After `timeout_s` the pool's own guard gives a call up and reports it. A client without a reply tries another
+        # After `timeout_s` the pool's own `ScorerCalls` gives a call up. A client without a reply tries another
         # worker.
         timeout_s=min(1.5 * timeout_s, 1e6),
         retries=_ATTEMPTS - 1,

@@ -2,7 +2,7 @@
 
 They fetch the same objects as the real roles and are busy for the same time. Each has one device, and runs one job at a
 time as a sleep on the event loop rather than in a thread, so they also run on a loop of virtual time. Imports no torch.
-Waits only for the object store and the device. The emulated engine is `omni_async.rollout.emulated`.
+Waits for the object store and the device; only they unblock it. The emulated engine is `omni_async.rollout.emulated`.
 """
 
 from __future__ import annotations

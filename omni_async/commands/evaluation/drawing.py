@@ -1,8 +1,8 @@
 """Generates the models' samples for the same requests, with the diffusers engine in this process.
 
 Models with the same base folder share one loaded pipeline: the base draws first, then the trained weights of one
-checkpoint after the other are swapped in. Media are written while the engine generates. Samples in the gallery are not
-drawn again.
+checkpoint after the other are swapped in. Waits only for the engine, which its finished batches unblock; media are
+written meanwhile. Samples in the gallery are not generated again.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def _interruptible(
         print_error("interrupted; what was scored is kept")
         return 130
     except ScorerHangs as error:
-        print_error(f"given up: {error}")
+        print_error(f"stopped: {error}")
         return 1
     return 0
 

@@ -1,1 +1,1 @@
-"""Serves scorers over HTTP: `omni-async serve-reward`, and the workers of pools; and runs vLLM servers for judges."""
+"""Serves scorers over HTTP, for `omni-async serve-reward` and for workers of pools (`omni_async.roles.pool`)."""
