@@ -28,7 +28,6 @@ from omni_async.rewards.base import (
     shown_to,
 )
 from omni_async.rewards.failures import call_discreetly, score_error
-from omni_async.rewards.registry import secrets_of
 from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, Score
 
@@ -55,6 +54,7 @@ class ScorerCalls:
         self,
         label: str,
         scorer: Scorer,
+        secrets: Set[str],
         limits: schema.Scorer,
         config: schema.Reward,
         threads: Threads,
@@ -65,7 +65,8 @@ class ScorerCalls:
         concurrency = concurrency_of(scorer)
         self._waits_s = [self.timeout_s] if hedge_s is None or concurrency == 1 else [hedge_s, self.timeout_s]
         self._most_hanging = _MOST_HANGING * min(_AT_ONCE, concurrency or _AT_ONCE)
-        self._label, self._scorer, self._secrets = label, scorer, secrets_of(limits)
+        self._label, self._scorer, self._secrets = label, scorer, secrets
+        self._is_async = is_async(scorer)  # once: attributes are foreign code, which may raise or block
         self._threads = threads
         self._is_down = is_down
         self._given_up: set[asyncio.Future[Reply]] = set()  # calls that nobody waits for and that have not ended
@@ -109,7 +110,7 @@ class ScorerCalls:
     def _begin(self, media: MediaList, prompts: Prompts) -> asyncio.Future[Reply]:
         """Begin a call with copies of the lists, because a scorer may change them."""
         arguments = (self._label, self._scorer, self._secrets, [*media], [*prompts])
-        if is_async(self._scorer):
+        if self._is_async:
             return asyncio.ensure_future(_awaited(*arguments))
         return self._threads.run(partial(_called, *arguments))
 
@@ -119,7 +120,7 @@ class ScorerCalls:
             if not call.done():
                 self._given_up.add(call)
                 call.add_done_callback(self._given_up.discard)
-                if is_async(self._scorer):
+                if self._is_async:
                     call.cancel()
 
     def connect(self, addresses: Addresses) -> None:

@@ -1,6 +1,6 @@
 """Decides whether a failure is the sample's fault, whether the scorer is down, and whether the scorer itself is wrong.
 
-`ScorerHealth.attribute` receives the reply to every call of the scorer; it calls the scorer again if that shows whose
+`ScorerHealth.attribute` receives the reply to every batch; it calls the scorer again if that shows whose
 fault a failure is. `recover` waits while the scorer is down: for the pauses between attempts, and for the attempts.
 Only the scorer's answers and timers unblock them; to end them earlier, cancel them.
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from typing import Literal
 
 from msgspec.structs import replace
@@ -48,6 +48,7 @@ class ScorerHealth:
         self,
         label: str,
         scorer: Scorer,
+        secrets: Set[str],
         limits: schema.Scorer,
         config: schema.Reward,
         clock: Clock,
@@ -55,7 +56,7 @@ class ScorerHealth:
         report: Callable[[str], Awaitable[None]],
         is_tried: bool,
     ) -> None:
-        self.calls = ScorerCalls(label, scorer, limits, config, threads, lambda: self.down)
+        self.calls = ScorerCalls(label, scorer, secrets, limits, config, threads, lambda: self.down)
         self.probed: list[Score] = []  # its scores of the probe
         self.probe_s = 0.0  # seconds per sample of the probe
         self._label = label

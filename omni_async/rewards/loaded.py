@@ -1,9 +1,10 @@
-"""Loads the scorers of a recipe's reward."""
+"""Loads the scorers of a recipe's reward, with the secrets to mask and the identities of their answers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,12 +13,23 @@ from omni_async.config.redact import one_line
 from omni_async.control.reward_formula import RewardFormula
 from omni_async.rewards import registry
 from omni_async.rewards.base import Scorer, WrongScorer, concurrency_of
+from omni_async.rewards.cache import identity_of
 from omni_async.rewards.failures import place_of, told
 
 Build = Callable[[schema.Scorer, float], Scorer]
 
 
-def _built(label: str, config: schema.Scorer, gpus: float, build: Build) -> Scorer:
+class LoadedScorer(NamedTuple):
+    """A scorer that is built.
+
+    `secrets` are masked in its exceptions. `identity` is part of the keys of its cached answers; None: no cache."""
+
+    scorer: Scorer
+    secrets: frozenset[str] = frozenset()
+    identity: bytes | None = None
+
+
+def _built(label: str, config: schema.Scorer, gpus: float, build: Build) -> LoadedScorer:
     """Build a scorer.
 
     Raises WrongScorer, one line without the scorer's credentials, if that fails; ScorerConfigError if its parameters do
@@ -29,7 +41,8 @@ def _built(label: str, config: schema.Scorer, gpus: float, build: Build) -> Scor
     except BaseException as error:  # noqa: BLE001 (its constructor is foreign code, and may exit)
         raise WrongScorer(f"scorer {label!r} cannot be built: {one_line(told(error), 500)}{place_of(error)}") from None
     concurrency_of(scorer)
-    return scorer
+    # At once: a later constructor may remove environment variables, and a source file may change.
+    return LoadedScorer(scorer, registry.secrets_of(config), identity_of(config, scorer))
 
 
 @dataclass(frozen=True)
@@ -37,7 +50,7 @@ class LoadedReward:
     """The scorers of a reward, in the order of the recipe, and the `formula` that combines their scores."""
 
     formula: RewardFormula
-    scorers: Sequence[Scorer]
+    scorers: Sequence[LoadedScorer]
 
     @classmethod
     def load(cls, reward: schema.Reward, gpus: float = 0.0, build: Build = registry.build) -> LoadedReward:
@@ -55,6 +68,9 @@ class LoadedReward:
 
     @classmethod
     def of(cls, reward: schema.Reward, *scorers: Scorer) -> LoadedReward:
-        """Return a reward of already built scorers, which replace the scorers that `reward` names."""
+        """Return a reward of already built scorers, which replace the scorers that `reward` names.
+
+        Their answers are not cached, because their parameters are unknown."""
         configs = tuple(schema.Scorer(name=scorer.name) for scorer in scorers)
-        return cls(RewardFormula(msgspec.structs.replace(reward, scorers=configs)), scorers)
+        formula = RewardFormula(msgspec.structs.replace(reward, scorers=configs))
+        return cls(formula, [LoadedScorer(one) for one in scorers])

@@ -22,10 +22,10 @@ from omni_async.aio.waiting import cancel
 from omni_async.config import schema
 from omni_async.control.reward_formula import NoReward
 from omni_async.media import Media
-from omni_async.rewards.base import Addresses, ScoreError, Scorer, concurrency_of, require_media
-from omni_async.rewards.cache import ScoreCache, identity_of
+from omni_async.rewards.base import Addresses, ScoreError, concurrency_of, require_media
+from omni_async.rewards.cache import ScoreCache
 from omni_async.rewards.health import ScorerHealth
-from omni_async.rewards.loaded import LoadedReward
+from omni_async.rewards.loaded import LoadedReward, LoadedScorer
 from omni_async.rewards.probe import Probe
 from omni_async.rewards.statistics import ScorerStatistics
 from omni_async.rewards.threads import Threads
@@ -45,7 +45,7 @@ class PanelScorer:
     def __init__(
         self,
         label: str,
-        scorer: Scorer,
+        loaded: LoadedScorer,
         limits: schema.Scorer,
         config: schema.Reward,
         health: ScorerHealth,
@@ -55,10 +55,10 @@ class PanelScorer:
         self.label, self.health, self.statistics = label, health, statistics
         self.is_optional = limits.on_failure == "leave_out"
         batch = config.batch if limits.batch is None else limits.batch
-        self.load = Load(batch, concurrency_of(scorer) if limits.concurrency is None else limits.concurrency)
+        self.load = Load(batch, concurrency_of(loaded.scorer) if limits.concurrency is None else limits.concurrency)
         self._batcher = Batcher[Sample, Answer](self._serve, self.load, limits.latency_s)
         self._cache = cache
-        self._identity = identity_of(limits, scorer) if config.cache.enabled else None
+        self._identity = loaded.identity if config.cache.enabled else None
         self._pauses = Backoff(config.backoff_s, config.backoff_max_s)
         self._retries = config.retries
         self._recovering: asyncio.Task[None] | None = None
@@ -153,12 +153,13 @@ class Panel:
         self._probe = probe
         self._cache = cache = ScoreCache(config.cache, threads(f"{name}/cache"), report)
 
-        def scorer_of(label: str, scorer: Scorer, limits: schema.Scorer) -> PanelScorer:
+        def scorer_of(label: str, loaded: LoadedScorer, limits: schema.Scorer) -> PanelScorer:
             of_scorer = threads(f"{name}/{label}")
-            health = ScorerHealth(label, scorer, limits, config, clock, of_scorer, report, probe is not None)
+            scorer, secrets = loaded.scorer, loaded.secrets
+            health = ScorerHealth(label, scorer, secrets, limits, config, clock, of_scorer, report, probe is not None)
             if addresses is not None:
                 health.calls.connect(addresses)
-            return PanelScorer(label, scorer, limits, config, health, ScorerStatistics(label, clock, observe), cache)
+            return PanelScorer(label, loaded, limits, config, health, ScorerStatistics(label, clock, observe), cache)
 
         self.scorers = [*map(scorer_of, reward.formula.labels, reward.scorers, reward.formula.scorers)]
         self._unfinished: OrderedDict[Hashable, dict[int, Answer]] = OrderedDict()
@@ -169,7 +170,7 @@ class Panel:
         return next(filter(None, found), None)
 
     def room(self, coming: int = 0) -> int:
-        """Return how many more samples to accept, see `room_of`; at most one, as an attempt, while a scorer is down."""
+        """Return how many more samples to accept, see `room_of`; at most one, as an attempt, while `down`."""
         room = room_of([scorer.load for scorer in self.scorers], coming)
         return min(room, 1) if self.down else room
 

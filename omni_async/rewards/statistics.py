@@ -67,7 +67,7 @@ class ScorerStatistics:
     def answered(self, answers: Iterable[Answer]) -> None:
         """Count the scorer's answers."""
         for answer in answers:
-            self._counts.update(cached=answer.cached, failed=answer.score is None)
+            self._counts.update(cached=answer.cached, failed=int(answer.score is None))
             if answer.score is not None and not answer.cached:
                 self._tokens += sum(answer.score.parts.get(name, 0.0) for name in TOKENS)
 

@@ -107,8 +107,8 @@ class Refine:
         async def silent(text: str) -> None:
             """Report nothing: a judge that is down is reported with the samples that it fails."""
 
-        clock = WallClock()
-        return ScorerHealth(self._label, self._judge, self._limits, self._reward, clock, threads, silent, is_tried=True)
+        judge, settings = (self._label, self._judge, self._secrets), (self._limits, self._reward)
+        return ScorerHealth(*judge, *settings, WallClock(), threads, silent, is_tried=True)
 
     async def try_out(self, probe: Probe) -> str | None:
         """Return why the judge is wrong, if it fails twice in the same way for a synthetic sample.

@@ -119,7 +119,7 @@ def test_no_secret_is_in_a_configuration_that_is_shown(tmp_path, secret, capsys)
     said = capsys.readouterr()
     assert not shown(secret, said.out, said.err)
     with pytest.raises(Exception) as raised:
-        LoadedReward.load(config.reward).scorers[0].score([], [])
+        LoadedReward.load(config.reward).scorers[0].scorer.score([], [])
     assert shown(secret, str(raised.value)), "the scorer itself has them"
 
 

@@ -18,13 +18,17 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from omni_async.aio.clock import WallClock
 from omni_async.config import schema
 from omni_async.media import Media
 from omni_async.rewards import registry
 from omni_async.rewards.cache import ScoreCache, digest_of, identity_of, key_of
+from omni_async.rewards.loaded import LoadedReward
+from omni_async.rewards.panel import Panel
 from omni_async.rewards.scorers.jpeg_size import JpegSizeScorer
 from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, PromptImage, Score
+from tests.support.images import as_media
 
 SCORE = Score(0.25, {"a": 1.0}, "read", (2.0,))
 
@@ -343,3 +347,15 @@ def test_sizes_are_bounded(given, said, tmp_path):
     assert write_world(tmp_path, reward={"cache": {"path": "kept"}}).reward.cache.path == str(tmp_path / "kept")
     with pytest.raises(ConfigError, match=f"reward.cache.{said}: "):
         write_world(tmp_path, reward={"cache": {said: given}})
+
+
+async def silent(text: str) -> None: ...
+
+
+async def test_answers_of_scorers_that_are_built_already_are_not_cached_because_their_parameters_are_unknown():
+    config, prompt = schema.Reward(), Prompt(0, "a")
+    image = as_media(np.random.default_rng(0).integers(0, 255, (32, 32, 3), np.uint8))
+    both = LoadedReward.of(config, *(JpegSizeScorer(sign="max", quality=quality) for quality in (30, 95)))
+    async with Panel("p", both, config, WallClock(), silent) as panel:
+        low, high, again = [await panel.scorers[i].score(image, prompt) for i in (0, 1, 1)]
+    assert low.score != high.score == again.score and not again.cached

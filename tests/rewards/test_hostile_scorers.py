@@ -357,3 +357,54 @@ def test_a_place_longer_than_half_of_a_reason_is_left_out(length, shown):
     except ZeroDivisionError as error:
         said = str(score_error("own", error, frozenset()))
     assert said == "scorer 'own': ZeroDivisionError: division by zero" + shown * f" ({'x' * length}:1)"
+
+
+def test_a_scorers_attributes_are_read_once_and_not_at_every_call():
+    """Attributes of a proxy are calls: they may raise, with a credential, or block the event loop."""
+
+    class Proxy:
+        name, broken = "proxy", False
+
+        @property
+        def score(self) -> Any:
+            if self.broken:
+                raise ConnectionError("down, key sk-abcdefgh12345678")
+            return lambda images, prompts: [Score(1.0) for _ in images]
+
+    proxy = Proxy()
+
+    async def answers() -> list[Answer]:
+        async def report(text: str) -> None: ...
+
+        settings = Reward(probe=False)
+        reward = LoadedReward.of(settings, proxy)
+        async with Panel("reward-0", reward, settings, WallClock(), report) as panel:
+            first = await panel.score(MEDIA[0], PROMPTS[0])
+            proxy.broken = True
+            return [first, await panel.score(MEDIA[1], PROMPTS[1])]
+
+    first, second = asyncio.run(answers())
+    assert first.score is not None and first.score.value == 1.0
+    assert second.score is None and "ConnectionError" in second.error
+
+
+@pytest.mark.parametrize("name", ["ocr:ReadingScorer", "clip:PromptAlignmentScorer"])
+def test_the_base_of_built_in_scorers_is_no_scorer(name):
+    with pytest.raises(TypeError, match="abstract"):
+        registry._load(f"omni_async.rewards.scorers.{name}")()
+
+
+def test_a_secret_that_a_later_constructor_removes_from_the_environment_is_masked(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-abcdefgh12345678")
+
+    def build(config: schema.Scorer, gpus: float) -> Any:
+        if config.name == "b":
+            monkeypatch.delenv("JUDGE_KEY")
+        return SimpleNamespace(
+            name=config.name, score=lambda images, prompts: raises(ValueError("sk-abcdefgh12345678"))(0)
+        )
+
+    named = schema.Scorer(name="a", params={"key": "env:JUDGE_KEY"}), schema.Scorer(name="b")
+    settings = Reward(scorers=named, probe=False)
+    answers = asyncio.run(answers_of(LoadedReward.load(settings, build=build), settings))
+    assert all("sk-abcdefgh12345678" not in one.error for one in answers)

@@ -16,7 +16,7 @@ import pytest
 
 from omni_async.aio.clock import ManualClock
 from omni_async.rewards.base import Scorer, WrongScorer
-from omni_async.rewards.loaded import LoadedReward
+from omni_async.rewards.loaded import LoadedReward, LoadedScorer
 from omni_async.rewards.probe import Probe
 from omni_async.roles.rewarder import Rewarder
 from omni_async.simulation.virtual_time import VirtualClock
@@ -101,10 +101,9 @@ async def test_it_scores_a_sample_at_once_and_then_whatever_has_come_meanwhile_w
 
 
 async def test_an_answer_that_is_known_is_not_asked_for_and_is_counted():
-    class Deterministic(Brightness):
-        deterministic = True
-
-    async with on_stage(scorer := Deterministic()) as desk:
+    scorer = Brightness()
+    formula = LoadedReward.of(make_config().reward, scorer).formula
+    async with on_stage(LoadedReward(formula, [LoadedScorer(scorer, identity=b"deterministic")])) as desk:
         desk.offer(make_job(0), make_job(1))
         await desk.until(of(desk, 2))
         again = [make_job(0), make_job(1), make_job(2)]

@@ -10,7 +10,6 @@ from omni_async.media import Media
 from omni_async.rewards.base import require_media, require_scores, shown_to
 from omni_async.rewards.failures import call_discreetly
 from omni_async.rewards.loaded import LoadedReward
-from omni_async.rewards.registry import secrets_of
 from omni_async.types import Prompt, Score
 
 
@@ -23,8 +22,8 @@ def score_all(reward: LoadedReward, media: list[Media], prompts: list[Prompt]) -
     """Scores without threads, retries and waiting; what a scorer raises is raised."""
     require_media(media, prompts)
     rows = []
-    for label, config, scorer in zip(reward.formula.labels, reward.formula.scorers, reward.scorers, strict=True):
+    for label, (scorer, secrets, _) in zip(reward.formula.labels, reward.scorers, strict=True):
         shown = shown_to(label, scorer, media)
-        scores = call_discreetly(partial(scorer.score, shown, prompts), secrets_of(config))
+        scores = call_discreetly(partial(scorer.score, shown, prompts), secrets)
         rows.append(require_scores(label, scores, prompts))
     return [reward.formula.combine(dict(enumerate(row))) for row in zip(*rows, strict=True)]

@@ -49,5 +49,5 @@ class AestheticScorer(ClipScorer):
 
     def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
         shown = self._shown(media)
-        rows = self._head(self._read_all(self._read, shown, prompts))
+        rows = self._head(self._embedded(shown))
         return [Score(float(values.mean())) for values in per_sample(rows[:, 0], shown)]

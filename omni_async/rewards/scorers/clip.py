@@ -7,7 +7,7 @@ float64.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,7 @@ class Clip:
 
 
 class ClipScorer(ModelScorer):
-    """The base of scorers on a CLIP checkpoint, `_clip`."""
+    """The base of scorers on a CLIP checkpoint, `_clip`, which holds the model and its device."""
 
     model_type = "clip"
     files: tuple[str, ...] = ("processor",)
@@ -96,18 +96,19 @@ class ClipScorer(ModelScorer):
         self._clip = Clip(path, processor, device, dtype, batch)
         self.version = self._clip.version
 
-    def _read(self, images: list[NDArray[np.uint8]], texts: list[str]) -> NDArray[Any]:
-        return self._clip.images(images)
+    def _embedded(self, shown: Sequence[Sequence[NDArray[np.uint8]]]) -> NDArray[np.float32]:
+        """Return the embeddings of all frames, each of norm 1: float32 (frames of all samples, width)."""
+        return self._clip.images([frame for some in shown for frame in some])
 
 
-class PromptAlignmentScorer(ClipScorer):
+class PromptAlignmentScorer(ClipScorer, ABC):
     """The base of scorers that are a function of the cosine between image and prompt.
 
     A video scores the mean over `frames` evenly spaced frames."""
 
     def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
         shown = self._shown(media)
-        images = per_sample(self._read_all(self._read, shown, prompts), shown)
+        images = per_sample(self._embedded(shown), shown)
         texts = self._clip.texts([prompt.text for prompt in prompts])
         return [
             self._judge(rows.astype(np.float64) @ text.astype(np.float64))

@@ -44,6 +44,6 @@ class FrameConsistencyScorer(ClipScorer):
             if len(one.video) < 2:
                 raise ScoreError(f"{describe(position, prompt)}: a video of one frame has no next one")
         shown = self._shown(media)
-        rows = self._read_all(self._read, shown, prompts).astype(np.float64)
+        rows = self._embedded(shown).astype(np.float64)
         cosines = [(some[:-1] * some[1:]).sum(axis=1) for some in per_sample(rows, shown)]
         return [Score(float(some.mean()), {"lowest": float(some.min())}) for some in cosines]

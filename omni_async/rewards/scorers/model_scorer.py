@@ -26,7 +26,9 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class ModelScorer(Scorer):
-    """The base of scorers on a model of transformers, which their constructors load and give to `_set_model`.
+    """The base of scorers on a model of transformers.
+
+    A constructor loads the model and gives it to `_set_model`, or keeps it in an object such as `clip.Clip`.
 
     Two attributes of a class declare the files that `check_params` requires:
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 import re
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -169,7 +169,7 @@ def mean_of_frames(found: Sequence[Score]) -> Score:
     return Score(sum(score.value for score in found) / len(found), parts, best.text)
 
 
-class ReadingScorer(Scorer):
+class ReadingScorer(Scorer, ABC):
     """The base of scorers that read an image, or `frames` frames of a video, for the wanted text of its prompt."""
 
     accepts = ("image", "video")

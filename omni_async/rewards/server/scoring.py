@@ -1,8 +1,8 @@
 """Scores the samples of all requests: waits for samples and for scorers that are down, in one task per worker.
 
 As reward workers do, a worker takes waiting samples of any requests, as many as its scorers can begin. Its scorers have
-the same guards as in reward workers. While every worker's scorer is down, new requests and waiting samples are refused
-at once, because clients retry.
+the same time-outs and retries as in reward workers. While every worker's scorer is down, new requests and waiting
+samples are refused at once, because clients retry.
 
 A sample that is repeated while it waits or is scored, or soon after, gets the same outcome without being scored again.
 """
