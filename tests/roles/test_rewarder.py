@@ -47,10 +47,10 @@ class Brightness:
 
 
 def make_rewarder(
-    scorer: Scorer, desk: Desk, store: Any = None, clock: Any = None, probe: Any = None, **changes: Any
+    scorer: Scorer | LoadedReward, desk: Desk, store: Any = None, clock: Any = None, probe: Any = None, **changes: Any
 ) -> Rewarder:
     config, store, clock = make_config(**changes), store or LocalStore(), clock or ManualClock()
-    reward = LoadedReward.of(config.reward, scorer)
+    reward = scorer if isinstance(scorer, LoadedReward) else LoadedReward.of(config.reward, scorer)
     return Rewarder("reward-0", config, reward, desk, store, clock, probe)
 
 
