@@ -46,6 +46,7 @@ help:
 install: $(INSTALLED)
 
 # torch is named with the package so that one resolution sees both; constraints.txt holds the exact set that is tested.
+# An older version of this tree may have left omni_async.egg-info: Python would read its outdated entry points in place of the installed ones.
 # OpenCV's two builds overwrite each other's files. The headless build comes last: the other build needs libGL, libxcb and GLib of the system.
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -n "$(TORCH)" || { echo "EXTRA is $(EXTRA); expected cpu or cuda" >&2; exit 1; }
@@ -55,6 +56,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install --quiet --upgrade "pip>=25"
 	@test $(EXTRA) != cpu || $(MAKE) --no-print-directory torch-cpu
+	@rm -rf omni_async.egg-info
 	@$(PIP) install -c constraints.txt "$(TORCH)" -e ".[$(EXTRA),dev]"
 	@$(PIP) install --quiet --force-reinstall --no-deps -c constraints.txt opencv-python-headless
 	@touch $@
