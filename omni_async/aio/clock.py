@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Protocol
 
@@ -14,6 +15,13 @@ class Clock(Protocol):
 class WallClock:
     def now(self) -> float:
         return time.time()
+
+
+class LoopClock:
+    """The time of the running event loop's timers, from an arbitrary origin; virtual on a virtual loop."""
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
 
 
 class ManualClock:

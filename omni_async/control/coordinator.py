@@ -27,15 +27,18 @@ that leaves gets an empty answer at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from omni_async.aio.backoff import Backoff, Later
+from omni_async.aio.clock import Clock, LoopClock
 from omni_async.aio.waiting import Event, FairQueue
 from omni_async.config import Config
 from omni_async.config.redact import redact_text
 from omni_async.control.addresses import Addresses
+from omni_async.control.admission import JustInTime
 from omni_async.control.control_state import ControlState
 from omni_async.control.ending import Ending
 from omni_async.control.events import EventLog, RunEvent
@@ -76,13 +79,17 @@ class Coordinator:
         start: ControlState | None = None,
         ledger_sync: Callable[[], None] = lambda: None,
         has_scored: bool = False,
+        collects: bool = False,
+        clock: Clock | None = None,
     ) -> None:
         """Start or resume a run.
 
         Args:
             start: The state that an earlier attempt of the run reached, if any.
             ledger_sync: Makes the lines given to `ledger_sink` survive a crash of the machine.
-            has_scored: The current scorers have scored samples of this run, so the run waits for a failing scorer."""
+            has_scored: The current scorers have scored samples of this run, so the run waits for a failing scorer.
+            collects: The trainer starts an update once it has all its groups.
+            clock: Measures how long groups and updates take; None: the event loop's time."""
         start = start or ControlState()
         self._ledger_sync = ledger_sync
         self._config = config
@@ -102,6 +109,8 @@ class Coordinator:
         self._samples.engines.update(config.engine_names)
         self._backoff = Backoff(config.reward.backoff_s, config.reward.backoff_max_s)
         self._pauses = Later()
+        self._clock = clock or LoopClock()
+        self.admission = JustInTime(config, collects=collects)
         self._producers = FairQueue(lambda: self._closed or self._samples.may_lease)
         self._rewarders = FairQueue(lambda: self._closed or self._samples.may_score)
         self._ready = Event()
@@ -129,9 +138,14 @@ class Coordinator:
             capacity: how many it can hold in all."""
         while self.versions.of(engine) < 0 and self.versions.knows(engine) and not self._closed:
             await self._weights.wait()  # no engine generates with unchecked weights
-        return await self._producers.take(
-            lambda: [] if self._closed else self._samples.lease(engine, free, capacity), engine
-        )
+        return await self._producers.take(partial(self._lease, engine, free, capacity), engine)
+
+    def _lease(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
+        if self._closed:
+            return []
+        requests = self._samples.lease(engine, free, capacity)
+        self.admission.leased({request.group for request in requests if request.kind == "train"}, self._clock.now())
+        return requests
 
     async def samples_done(self, engine: str, results: list[SampleResult]) -> None:
         """Take generated samples. Raises the error of an invalid result; its sample is generated again."""
@@ -232,6 +246,7 @@ class Coordinator:
         reason = group.reason_to_reject(self._formula, self._config.algorithm.advantage)
         if reason is None:
             self._groups.complete(group)
+            self.admission.completed(group.number, self._clock.now())
             self._ready.notify()
         else:
             self._end_group(group, "rejected", reason)
@@ -239,6 +254,7 @@ class Coordinator:
     def _end_group(self, group: Group, event: Terminal, reason: str) -> None:
         """Reject or drop a group; its slot admits a replacement."""
         why = self._groups.end(group, event, reason) or self.ledger.problem
+        self.admission.ended(group.number)
         self._pauses.cancel(sample.request.sample_id for sample in group.samples)
         self._samples.end_samples(group)
         if why is not None:
@@ -269,6 +285,7 @@ class Coordinator:
         They are for the update that starts from `version` and needs `needed` more groups. The list is empty if the run
         is over: the update is then not made."""
         taken: list[ReadyGroup] = []
+        self.admission.asked(version, needed, self._clock.now())
         while not self._closed:
             while len(taken) < needed and (ready := self._take(version, needed - len(taken))):
                 taken.append(ready)
@@ -291,6 +308,7 @@ class Coordinator:
             self._close("failed", str(error))
             return None
         if ready is not None:
+            self.admission.taken(ready.group, self._clock.now())
             self._settle()
         return ready
 
@@ -316,6 +334,7 @@ class Coordinator:
             "conservation": self.ledger.counters(),
         }
         data["scorers"] = self._scorers.take()
+        data["admission"] = self.admission.pace
         self._samples.begin_update()
         self._record.updated(data["reward"])
         self._log.add("update", data, shown)
@@ -368,14 +387,23 @@ class Coordinator:
         self._finish_if_complete()
 
     def _admit(self) -> None:
-        """Admit groups while there is a free slot, room in the buffers, and an update left to train them."""
+        """Admit the groups that are due, while there is a free slot, room in the buffers, and an update to train them.
+
+        Groups of an earlier attempt are due at once. If a group is not due yet, this is called again when it is."""
         version = self.versions.held
         if version is None or self._closed:
             return
         size = self._config.rollout.group_size
         while self._groups.may_admit and self._samples.bytes.has_room(self._source.next_bucket, size):
+            now = self._clock.now()
+            due = now if self._source.resumes else self.admission.due(*self._groups.untaken, now)
+            if due > now:
+                if due < math.inf:
+                    self._pauses.call("admission", due - now, self._settle)
+                return
             group, former = self._source.next(version)
             self._groups.admit(group)
+            self.admission.admitted(group.number, now)
             self._samples.add_samples(group)
             if former is not None:
                 problems = [self._samples.restore(*each) for each in group.restored(former)]
@@ -384,6 +412,7 @@ class Coordinator:
                     self._close("failed", problem)
                     return
                 self._ready.notify()
+        self.admission.full()
 
     # ---- membership --------------------------------------------------------------------------------------------------
 

@@ -286,6 +286,12 @@ class GroupTable:
             and self.ledger.events["trained"] + num_groups - self._num[TRAINED] < self._wanted
         )
 
+    @property
+    def untaken(self) -> tuple[int, int]:
+        """Return the numbers of groups that the trainer has not taken: without all scores, and ready."""
+        ready = self._num[READY]
+        return len(self._placed) - ready, ready
+
     def admit(self, group: Group) -> None:
         """Give the group a slot and a place. Raises ValueError if none is free."""
         if len(self.groups) >= self._num_slots or len(self._placed) >= self._num_places:

@@ -136,6 +136,11 @@ class GroupSource:
         """Return the bucket of the group that `next` will return."""
         return self._factory.bucket(self._begun[0].group if self._begun else self.next_group)
 
+    @property
+    def resumes(self) -> bool:
+        """Return whether the group that `next` will return belongs to an earlier attempt."""
+        return bool(self._begun)
+
     def next(self, version: int) -> tuple[Group, ReadyGroup | None]:
         """Return a group for admission at `version`, and its ready group of an earlier attempt.
 

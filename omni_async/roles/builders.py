@@ -101,9 +101,9 @@ def coordinator(context: WorkerContext) -> CoordinatorForRoles:
     sink = JsonlSink(run.ledger, counted, take_over if inputs.untouched else None)
     # Scorers may have changed since an earlier process of the run used them, but not since this process did.
     has_scored = inputs.start.ledger.events.get("trained", 0) > 0 and not inputs.untouched
-    return Coordinator(
-        inputs.config, run.run_id, inputs.prompts, inputs.validation_prompts, sink, inputs.start, sink.sync, has_scored
-    )
+    prompts = inputs.prompts, inputs.validation_prompts
+    collects = plan_updates(inputs.config).mode == "collect"
+    return Coordinator(inputs.config, run.run_id, *prompts, sink, inputs.start, sink.sync, has_scored, collects)
 
 
 def producer(context: WorkerContext) -> Producer:

@@ -146,6 +146,11 @@ def _remarks(config: Config, found: Simulated) -> list[str]:
         occupancy = found.buffers[buffer]
         if occupancy.mean > 0.95 * occupancy.capacity and found.bound_fraction < 0.97:
             sentences.append(f"{key} = {occupancy.capacity} is full most of the time: a larger one may help.")
+    if config.staleness.max_updates and config.staleness.reserve != "all":
+        sentences.append(
+            f"Groups are admitted just in time, with a reserve of {_number(found.reserve_s)} s; the trainer waits"
+            f" {_number(found.starved_s)} s per update for groups that had a free slot earlier (staleness.reserve)."
+        )
     sentences.append(f"No overlap makes it more than {max_speedup(times):.2f} times as fast as the sum of its stages.")
     return sentences
 

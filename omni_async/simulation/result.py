@@ -27,6 +27,8 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
     - `step_spread_s`: their standard deviation.
     - `busy`: role -> busy, starved, backpressured fraction of the steady part.
     - `staleness`: trained groups by staleness, over the whole run.
+    - `reserve_s`, `starved_s`: per update of the steady part, how much earlier than their lead groups were admitted,
+      and the trainer's wait for groups that had a free slot earlier.
     - `bundle`: samples that were simulated as one.
     - `bound_fraction` = law_s / step_s."""
 
@@ -42,6 +44,8 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
     staleness: dict[int, int]
     staleness_mean: float
     staleness_max: int
+    reserve_s: float
+    starved_s: float
     buffers: dict[str, Occupancy]
     counters: dict[str, int]
     times: StageTimes

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from omni_async.config import Config
 from omni_async.config.role_table import BUILT_IN, WORKING, roles_of
 from omni_async.config.schedule import num_devices
+from omni_async.control.admission import Pace
 from omni_async.control.coordinator import Coordinator
 from omni_async.performance.law import async_step, with_estimates
 from omni_async.performance.profile import Profile
@@ -96,12 +97,14 @@ def simulate(
     bundle = choose_bundle(config, updates) if bundle is None else bundle
     steady = Steady(config, updates)
     ends: list[float] = []
+    paces: list[Pace] = []
 
     async def play() -> World:
         world = _world(config, profile, updates, seed, bundle)
 
         def updated(version: int) -> None:
             ends.append(world.loop.now)
+            paces.append(world.coordinator.admission.pace)
             if version == steady.first:
                 world.meters.window.opened = world.loop.now
             elif version == steady.last:
@@ -133,6 +136,8 @@ def simulate(
         staleness=staleness,
         staleness_mean=sum(age * count for age, count in staleness.items()) / sum(staleness.values()),
         staleness_max=max(staleness),
+        reserve_s=statistics.fmean(pace.reserve_s for pace in paces[steady.first : steady.last]),
+        starved_s=statistics.fmean(pace.starved_s for pace in paces[steady.first : steady.last]),
         buffers={name: meters.occupancy(name, bundle if name == "trajectories" else 1) for name in meters.reserved},
         counters=ledger.counters(),
         times=times,
@@ -166,7 +171,7 @@ def _world(config: Config, profile: Profile, updates: int, seed: int, bundle: in
         config=config,
         profile=profile,
         plan=plan,
-        coordinator=Coordinator(config, "simulated", _PROMPTS, (), lambda entry: None),
+        coordinator=Coordinator(config, "simulated", _PROMPTS, (), lambda entry: None, collects=plan.mode == "collect"),
         loop=loop,
         meters=Meters(loop.time, workers, capacities),
         seed=seed,

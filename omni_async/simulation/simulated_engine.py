@@ -103,6 +103,7 @@ class SimulatedEngine:
             if not requests:
                 break
             self._reserved.add(len(requests))
+            self._world.count_groups()  # a timer may have admitted them
             if not self._held:
                 self._waiting.add(self._idle_since, self._loop.now)
             self._held += len(requests)

@@ -45,7 +45,7 @@ def wrong(annotation: Any) -> Iterator[str]:
             yield from ("1e300", str(2**62), ".nan", "true", "'12'")
             yield from (str(m.gt if m.gt is not None else m.ge - 1) for m in metas if (m.gt, m.ge) != (None, None))
         elif leaf is bool or get_origin(leaf) is Literal:
-            yield from ("perhaps", "7")
+            yield from ("perhaps", "-7")
         elif struct_of(leaf) is not None:
             yield from ("tiny", "[1]")
 

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from omni_async.aio.clock import ManualClock
 from omni_async.config import Config, check
 from omni_async.control.control_state import ControlState
 from omni_async.control.coordinator import Coordinator
@@ -40,6 +41,7 @@ Reward = Callable[[ScoreJob], float | str]
 SETTINGS: dict[str, tuple[str, Any]] = {
     "S": ("staleness.max_updates", 1),
     "P": ("trainer.groups_per_update", 2),
+    "reserve": ("staleness.reserve", "all"),
     "updates": ("trainer.updates", 4),
     "group_size": ("rollout.group_size", 2),
     "engines": ("rollout.workers", 1),
@@ -97,7 +99,7 @@ def make_coordinator(
     """Makes a coordinator and the list its ledger writes to."""
     entries: list[LedgerEntry] = []
     prompts = make_prompts(5), make_prompts(validation_prompts)
-    return Coordinator(config, "run-1", *prompts, entries.append, start), entries
+    return Coordinator(config, "run-1", *prompts, entries.append, start, clock=ManualClock()), entries
 
 
 def digest_of(version: int) -> str:

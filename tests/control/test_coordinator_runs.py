@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from omni_async.aio.clock import ManualClock
 from omni_async.config.schema import Role
 from omni_async.control.control_state import ControlState
 from omni_async.control.coordinator import Coordinator
@@ -441,7 +442,8 @@ async def test_a_ledger_that_cannot_be_written_ends_the_run_whoever_ended_the_gr
 
     synced: list[int] = []
     bench = Bench(S=1, P=1, holding=False)
-    bench.c = Coordinator(bench.config, "run-1", make_prompts(5), make_prompts(2), full, None, lambda: synced.append(1))
+    prompts = make_prompts(5), make_prompts(2)
+    bench.c = Coordinator(bench.config, "run-1", *prompts, full, None, lambda: synced.append(1), clock=ManualClock())
     bench.hold(0)
     bench.generate(0, values=lambda _: 0.5)
     assert bench.take() == []

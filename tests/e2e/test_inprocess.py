@@ -227,7 +227,7 @@ DRIFT = {"log_ratio_nats/variance", "ess", "engine_mismatch_nats", "fresh_fracti
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_every_correction_trains_and_logs_the_drift(recipe: Path, correction: str, steps: int) -> None:
     overrides = (f"algorithm.correction={CORRECTIONS[correction]}", f"trainer.steps_per_update={steps}")
-    finished = run(recipe, *_KEPT, *overrides)
+    finished = run(recipe, *_KEPT, *overrides, "staleness.reserve=all")
     assert finished.summary.status == "done", finished.summary.reason
     assert moved(finished)
     for line in finished.metrics:

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from omni_async.config import Config, load
+from omni_async.control.admission import Pace
 from omni_async.control.control_state import LedgerState
 from omni_async.control.events import EventLog, RunEvent
 from omni_async.control.ledger import Ledger
@@ -145,6 +146,7 @@ def update(version: int, started: float, finished: float, **metrics: float) -> R
         "encoded": 0,
         "cached": 0,
         "scorers": {},
+        "admission": Pace(lead_s=1.0, work_s=2.0, reserve_s=0.5, starved_s=0.0),
         "conservation": dict.fromkeys(("admitted", "trained", "rejected", "dropped", "live"), 0),
         "buffers": {
             "slots": {"live": 0, "awaiting_publication": 0, "capacity": 4},

@@ -124,6 +124,7 @@ def _config(dice: random.Random, seed: int) -> Config | None:
         reward__streaming=not in_step,
         staleness__max_updates=max_updates,
         staleness__exact=exact,
+        staleness__reserve=dice.choice(["auto", "auto", "all", 0, 2]),
         buffer__trajectories=max(trajectories, per_update * size) if in_step else trajectories,
         buffer__groups=max(dice.choice([1, per_update, slots, 32]), slots if exact else 1),
         buffer__window=dice.choice([1, 1, 2, 4]),
@@ -132,7 +133,7 @@ def _config(dice: random.Random, seed: int) -> Config | None:
         rollout__timeout_s=2000.0,  # longer than any sample of a healthy engine takes
         weights__timeout_s=6000.0,
         weights__swap=dice.choice(["step", "request", "drain"]),
-        trainer__updates=dice.choice([1, 2, 2, 3, 4]),
+        trainer__updates=dice.choice([1, 2, 2, 3, 4, 8]),
         trainer__groups_per_update=per_update,
         trainer__steps_per_update=dice.choice([n for n in range(1, per_update + 1) if per_update % n == 0]),
         trainer__streaming=dice.choice(["auto", "auto", "off"]),

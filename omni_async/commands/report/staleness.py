@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from statistics import median
 
 from omni_async.commands.report.blocks import Axis, Block, Chart, Section, Series, Text
 from omni_async.commands.report.shown import UPDATES, Shown, tabs
+from omni_async.types import finite
 
 _MOST_BARS = 160
 _MOST_AGES = 64
@@ -66,4 +68,18 @@ def _one(one: Shown) -> list[Block]:
         wide=True,
         note=note,
     )
-    return [Text(said), chart]
+    return [Text(" ".join(filter(None, (said, _reserve(one))))), chart]
+
+
+def _reserve(one: Shown) -> str:
+    """Return the reserve of groups admitted just in time, and its price; empty if the run recorded neither."""
+    reserves, starved = (
+        [seconds for line in one.run.updates if (seconds := finite(line.get(f"admission/{name}"))) is not None]
+        for name in ("reserve_s", "starved_s")
+    )
+    if not reserves or one.run.setting("staleness.reserve", "all") == "all":
+        return ""
+    return (
+        f"Groups were admitted just in time with a reserve of {median(reserves):.3g} s (median); the trainer waited"
+        f" {sum(starved):.3g} s in all for groups that had a free slot earlier."
+    )

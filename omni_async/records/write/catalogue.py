@@ -328,6 +328,27 @@ _WAITING = (
         "s",
     ),
     Metric("busy/<role>", Group.WAITING, "fraction of the last 30 seconds the role was busy", "fraction", "up"),
+    Metric(
+        "admission/lead_s",
+        Group.WAITING,
+        "from the first lease of a group to its last score (of an update's groups, if the trainer collects them),"
+        " median of recent updates",
+        "s",
+    ),
+    Metric("admission/work_s", Group.WAITING, "trainer's work on an update, without its waits for groups", "s"),
+    Metric(
+        "admission/reserve_s",
+        Group.WAITING,
+        "how much earlier than the lead requires groups are admitted (`staleness.reserve`)",
+        "s",
+    ),
+    Metric(
+        "admission/starved_s",
+        Group.WAITING,
+        "the trainer's wait, in the update before, for groups that had a free slot earlier: the price of young samples",
+        "s",
+        "down",
+    ),
     Metric("buffers/trajectories", Group.WAITING, "slots reserved in the trajectory buffer", "slots"),
     Metric("buffers/replay", Group.WAITING, "slots reserved in the replay buffer", "slots"),
     Metric(

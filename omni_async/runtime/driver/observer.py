@@ -43,6 +43,7 @@ from omni_async.types import Span
 _RECENT_S = 30.0
 # Numbers of updates for the estimate of the time left and for the recent reward.
 _PACE, _RECENT = 20, 5
+_ADMISSION = ("admission/reserve_s", "admission/starved_s")
 _SHOWN = ("accuracy", "margin", "grad_norm", "clip_fraction")
 
 
@@ -232,6 +233,10 @@ class Observer:
             **({"encoder/hits": 1 - data["encoded"] / data["drawn"]} if data["drawn"] else {}),
             "score_cache/hits": data["cached"],
             **_of_scorers(data["scorers"]),
+            "admission/lead_s": data["admission"].lead_s,
+            "admission/work_s": data["admission"].work_s,
+            "admission/reserve_s": data["admission"].reserve_s,
+            "admission/starved_s": data["admission"].starved_s,
             "update_s": data["finished"] - data["started"],
             "wall_s": self.wall_s(self._clock.now()),
             **data["metrics"],
@@ -294,7 +299,7 @@ class Observer:
             "eta_s": eta,
             "reward": sum(rewards) / len(rewards) if rewards else None,
             **{name: self._latest.get(name) for name in ("staleness/mean", "staleness/max", "images_per_s")},
-            **{name: self._latest[name] for name in _SHOWN if name in self._latest},
+            **{name: self._latest[name] for name in (*_SHOWN, *_ADMISSION) if name in self._latest},
             "validation": None if newest is None else msgspec.to_builtins(ValidationPoint.of(newest)),
             "told": self._told,
         }

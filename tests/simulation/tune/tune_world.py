@@ -77,6 +77,8 @@ def simulate_by_law(
         busy={role: {"busy": 1.0, "starved": 0.0, "backpressured": 0.0} for role in ("rollout", "reward", "trainer")},
         staleness={0: 1},
         staleness_mean=min(ahead - 1, config.staleness.max_updates) if ahead > 1 else 0.0,
+        reserve_s=0.0,
+        starved_s=0.0,
         staleness_max=config.staleness.max_updates,
         buffers={name: Occupancy(capacity, capacity, capacity) for name, capacity in slots.items()},
         counters={},

@@ -1,0 +1,183 @@
+"""Tests the policy that admits groups just in time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_async.config import Config
+from omni_async.control.admission import JustInTime
+from tests.support.configs import build
+
+P = 4
+
+
+def config(**staleness: Any) -> Config:
+    return build({"staleness": {"max_updates": 8, **staleness}, "trainer": {"groups_per_update": P}})
+
+
+class Line:
+    """A job of constant times: every group is ready `lead_s` after its admission, and is trained in `each_s`.
+
+    A trainer that collects works `P * each_s` on an update once it has its groups. `outage` is a span of time in which
+    nothing becomes ready."""
+
+    def __init__(
+        self, policy: JustInTime, lead_s: float, each_s: float, *, collects: bool, outage: tuple[float, float] = (0, 0)
+    ) -> None:
+        self.policy, self.lead_s, self.each_s, self.collects, self.outage = policy, lead_s, each_s, collects, outage
+        self.now = 0.0
+        self.waiting: list[tuple[int, float, int]] = []  # number, ready at, version
+        self.version = self.number = 0
+        self.ages: list[int] = []
+        self.waited_s = 0.0
+
+    def admit_until(self, then: float) -> None:
+        """Admit the groups that are due, until a moment."""
+        while True:
+            made = sum(ready > self.now for _, ready, _ in self.waiting)
+            room = len(self.waiting) < 9 * P
+            due = self.policy.due(made, len(self.waiting) - made, self.now) if room else math.inf
+            if due > then:
+                self.now = then
+                return
+            self.now = max(self.now, due)
+            self.policy.admitted(self.number, self.now)
+            self.policy.leased([self.number], self.now)
+            ready = self.now + self.lead_s
+            begins, ends = self.outage
+            if begins <= ready < ends:
+                ready = ends
+            self.policy.completed(self.number, ready)
+            self.waiting.append((self.number, ready, self.version))
+            self.number += 1
+
+    def train(self, updates: int) -> None:
+        for _ in range(updates):
+            taken = 0
+            while taken < P:
+                self.policy.asked(self.version, P - taken, self.now)
+                self.admit_until(self.now)
+                asked = self.now
+                self.admit_until(max(self.now, self.waiting[0][1]))
+                self.waited_s += self.now - asked
+                number, _, version = self.waiting.pop(0)
+                self.policy.taken(number, self.now)
+                self.ages.append(self.version - version)
+                taken += 1
+                if not self.collects or taken == P:
+                    self.admit_until(self.now + self.each_s * (P if self.collects else 1))
+            self.version += 1
+
+
+@pytest.mark.parametrize("collects", [False, True])
+@pytest.mark.parametrize("lead_s", [0.5, 3.0, 9.0])
+def test_groups_are_as_young_as_the_lead_allows(lead_s: float, collects: bool) -> None:
+    line = Line(JustInTime(config(), collects=collects), lead_s, 1.0, collects=collects)
+    line.train(40)
+    late = line.ages[10 * P :]
+    assert max(late) <= math.ceil(lead_s / P) + 1 < 8
+    started, line.now = line.now, line.now
+    line.train(10)
+    assert line.now - started == pytest.approx(10 * P * 1.0), "the trainer never waits"
+    assert line.policy.pace.starved_s == 0
+
+
+def test_every_slot_is_used_where_the_trainer_always_waits() -> None:
+    line = Line(JustInTime(config(), collects=False), 100.0, 0.01, collects=False)
+    line.train(20)
+    assert len(line.waiting) == 9 * P
+
+
+@pytest.mark.parametrize("reserve", [4, 12])
+def test_a_reserve_is_admitted_that_much_earlier(reserve: int) -> None:
+    """An outage shorter than the reserve costs the trainer nothing; a longer one the rest, and it is reported."""
+    for outage_s in (reserve * 1.0 - 1, reserve * 1.0 + 3):
+        policy = JustInTime(config(reserve=reserve), collects=False)
+        line = Line(policy, 2.0, 1.0, collects=False, outage=(200.0, 200.0 + outage_s))
+        line.train(100)
+        lost = line.waited_s - 2.0  # the first group's lead is lost in any case
+        assert max(0.0, outage_s - reserve - 3) <= lost <= max(0.0, outage_s - reserve) + 1.1
+
+
+def test_the_wait_for_withheld_groups_is_reported() -> None:
+    policy = JustInTime(config(reserve=0), collects=False)
+    line = Line(policy, 2.0, 1.0, collects=False, outage=(200.0, 230.0))
+    starved = 0.0
+    for _ in range(100):
+        line.train(1)
+        starved += policy.pace.starved_s
+    assert 0 < starved <= line.waited_s
+
+
+@pytest.mark.parametrize("setting", [{"max_updates": 0}, {"exact": True}, {"reserve": "all"}])
+def test_nothing_is_withheld_without_need(setting: dict[str, Any]) -> None:
+    policy = JustInTime(config(**setting), collects=False)
+    assert all(policy.due(making, 100, 5.0) <= 5.0 for making in range(100))
+
+
+def test_few_groups_are_admitted_before_anything_is_measured() -> None:
+    policy = JustInTime(config(), collects=False)
+    assert policy.due(3 * P - 1, 0, 7.0) <= 7.0
+    assert policy.due(3 * P, 0, 7.0) == math.inf
+    policy.asked(0, P, 7.0)
+    policy.taken(0, 7.0)
+    assert policy.due(3 * P - 1, 0, 7.0) == math.inf, "a group in training counts"
+
+
+def test_more_groups_are_admitted_where_some_are_rejected() -> None:
+    """Half of all groups teach nothing: twice as many are on their way, so that the trainer does not wait."""
+    policies = [JustInTime(config(), collects=False) for _ in range(2)]
+    for policy, rejected in zip(policies, (False, True), strict=True):
+        line = Line(policy, 6.0, 1.0, collects=False)
+        for _ in range(20):
+            line.train(1)
+            for number in range(P * rejected):
+                policy.ended(1000 + number)
+    never, often = policies
+    assert never.due(12, 0, line.now) > line.now == often.due(12, 0, line.now)
+    assert often.due(0, 12, line.now) == never.due(0, 12, line.now)
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from(["admit", "ready", "reject", "take", "ask"]), st.floats(0, 50)), max_size=120
+)
+
+
+@given(steps, st.booleans(), st.one_of(st.just("auto"), st.integers(0, 5)))
+def test_a_trainer_that_waits_for_nothing_under_way_gets_a_group(
+    events: list[tuple[str, float]], collects: bool, reserve: Any
+) -> None:
+    """No order of events can stop a run: a group is due at once if the trainer waits and no group is on its way."""
+    policy, now, number, version, taken = JustInTime(config(reserve=reserve), collects=collects), 0.0, 0, 0, 0
+    making: list[int] = []
+    ready: list[int] = []
+    waits = False
+    for event, seconds in events:
+        now += seconds
+        due = policy.due(len(making), len(ready), now)
+        assert not math.isnan(due)
+        if event == "admit" and due <= now:
+            policy.admitted(number, now)
+            policy.leased([number], now)
+            making.append(number)
+            number += 1
+        elif event == "ready" and making:
+            ready.append(making.pop(0))
+            policy.completed(ready[-1], now)
+        elif event == "reject" and making:
+            policy.ended(making.pop(0))
+        elif event == "ask" and not waits:
+            if taken == P:
+                version, taken = version + 1, 0
+            policy.asked(version, P - taken, now)
+            waits = True
+        elif event == "take" and waits and ready:
+            policy.taken(ready.pop(0), now)
+            taken, waits = taken + 1, False
+        if waits and not making and not ready:
+            assert policy.due(0, 0, now) <= now
