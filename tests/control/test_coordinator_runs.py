@@ -135,7 +135,8 @@ def test_an_engine_with_wrong_weights_is_given_up(version: int, digest: str, rea
     now(bench.c.engine_holds(WeightReport("rollout-1", version, digest)))
     ((name, why),) = [(lost["name"], lost["reason"]) for lost in bench.data("lost")]
     assert name == "rollout-1" and reason in why and not bench.entries
-    assert bench.lease(2, "rollout-1") == []
+    now(bench.c.engine_holds(WeightReport("rollout-1", 1, digest_of(1))))  # it was under way
+    assert bench.lease(2, "rollout-1") == [] and "rollout-1" not in now(bench.c.statistics())["engines"]
     assert taken <= {request.sample_id for request in bench.lease()}
 
 
@@ -215,6 +216,15 @@ async def test_an_update_that_will_not_be_made_is_dropped(how: str) -> None:
     assert [event.kind for event in bench.events()][:2] == ["closing", "ended"]
     bench.train([])
     assert bench.c.ledger.counters()["trained"] == 0
+
+
+async def test_a_failure_is_the_last_event() -> None:
+    bench = Bench()
+    await bench.c.fail("engine rollout-0 crashed")
+    bench.hold(0)
+    await bench.c.stop("ctrl-c")
+    events = [(e.kind, e.data["status"], e.data["reason"]) for e in bench.events()]
+    assert events == [(kind, "failed", "engine rollout-0 crashed") for kind in ("closing", "ended")]
 
 
 async def test_roles_that_finish_before_the_run_did_have_failed() -> None:

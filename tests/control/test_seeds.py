@@ -61,6 +61,8 @@ def test_every_epoch_is_a_new_permutation_that_does_not_depend_on_what_was_asked
     assert [other[n].index for n in range(60)] != expected
     unshuffled = PromptStream(make_prompts(3), seed=1, shuffle=False)
     assert [unshuffled[n].index for n in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    with pytest.raises(ValueError, match="no prompts"):
+        PromptStream([], seed=0, shuffle=True)
 
 
 def test_requests_differ_by_seed_within_a_group_and_share_its_window() -> None:
