@@ -15,6 +15,7 @@ from omni_async.performance.law import async_step
 from omni_async.performance.profile import Profile, ServiceTime
 from omni_async.simulation.result import Simulated, times_of
 from omni_async.simulation.simulate import Steady, simulate
+from omni_async.simulation.simulated_engine import Batch
 from omni_async.simulation.tune.keys import with_keys
 from tests.simulation.simulation_world import make_config, make_profile
 
@@ -82,6 +83,10 @@ def test_async_runs_at_the_pace_of_a_bottleneck_that_is_never_idle(role: str, ev
     assert found.step_s == pytest.approx(own[role] + pauses[role], rel=EXACT)
     assert found.times.bottleneck[0] == role
     assert found.busy[role]["busy"] >= 0.97
+
+
+def test_a_batch_without_duration_has_no_boundary_but_its_end() -> None:
+    assert Batch([], start=1.0, seconds=0.0, steps=10, version=0).next_boundary(1.0) == 10
 
 
 def test_a_small_budget_makes_a_step_a_share_of_the_way_from_admission_to_weights() -> None:

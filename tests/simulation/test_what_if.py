@@ -158,6 +158,11 @@ def test_the_next_number_of_ranks_is_one_that_leaves_each_less() -> None:
     )
 
 
+def test_ranks_come_in_whole_groups_of_those_that_share_a_sequence() -> None:
+    found = asked(rollout__group_size=16, trainer__workers=2, trainer__sequence_parallel=2)
+    assert found["+2 trainer ranks"].keys == {"trainer.workers": 4}
+
+
 def test_the_worker_that_is_asked_about_runs_the_slowest_scorer() -> None:
     scorers = [{"name": "ocr", "pool": "readers"}, {"name": "pick_score", "pool": "judges"}]
     pools = [{"name": "readers"}, {"name": "judges", "workers": 2}]
@@ -194,6 +199,9 @@ def test_times_that_do_not_vary_are_simulated_once_and_certain() -> None:
     assert found.seeds == 1 and found.model_error is None
     assert all(one.uncertainty == pytest.approx(0.0, abs=1e-12) for one in found.changes)
     assert any("no steady part" in said for said in found.caveats)
+    assert not any("the roles share" in said for said in found.caveats)
+    shared = what_if(config, TIMES, devices=2).caveats
+    assert any("the roles share 2 CPUs and ask for 4" in said for said in shared)
 
 
 def test_what_the_simulation_is_off_by_is_carried_as_uncertainty() -> None:

@@ -10,12 +10,14 @@ import pytest
 import yaml
 from msgspec.structs import replace
 
+from omni_async.commands.command_line import require_writable
 from omni_async.config import ConfigError, load
 from omni_async.config.algorithm import Correction
 from omni_async.config.schema import Resources
 from omni_async.performance.profile import ServiceTime
 from omni_async.simulation.simulate import simulate
 from omni_async.simulation.tune.keys import ENGINES, RANKS, REWARDERS, SPLIT, SWAP, TUNED, S, keys_of
+from omni_async.simulation.tune.plot import picture
 from omni_async.simulation.tune.report import require_another_file, text, write_tuned
 from omni_async.simulation.tune.tuning import IN_STEP, tune
 from tests.simulation.tune.tune_world import PROFILE, RECIPE, job, simulate_by_law
@@ -181,6 +183,24 @@ def test_a_budget_of_staleness_with_which_training_cannot_stream_is_left_out_whe
     automatic = job(algorithm={"correction": Correction()}, trainer={"streaming": "on"})
     assert max(point.keys[S] for point in by_law(automatic, profile=slow).points) == 4
     assert max(point.keys[S] for point in by_law(job(trainer={"streaming": "on"}), profile=slow).points) > 4
+
+
+@pytest.mark.parametrize(("devices", "recipe"), [(3, ["recipe as it is"]), (6, [])])
+def test_the_figure_shows_the_front_the_choice_and_the_recipe_on_as_many_devices(devices, recipe):
+    axes = picture(by_law(job(), devices=devices)).axes[0]
+    shown = [entry.get_text() for entry in axes.get_legend().get_texts()]
+    assert shown == ["simulated", "front", "recommended", *recipe]
+
+
+def test_a_file_that_cannot_be_written_is_one_line_and_one_that_is_there_stays(tmp_path):
+    (tmp_path / "taken").write_text("")
+    for path in (tmp_path / "taken" / "tuned.yaml", tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError, match=r"--out: cannot write .*(taken|xxx)"):
+            require_writable("--out", path)
+    (tmp_path / "link").symlink_to("elsewhere")
+    for path in (None, *(tmp_path / name for name in ("taken", "new", "folder/new", "link"))):
+        require_writable("--out", path)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["taken"]
 
 
 def test_the_recipe_itself_is_never_overwritten(recipe):
