@@ -58,7 +58,7 @@ FAULTS = [
             "group_table.py",
             "if staleness > self._budget:",
             "if staleness > self._budget + 9:",
-            "control/test_tables.py control/test_coordinator_machine.py",
+            "control/test_coordinator_runs.py",
         ),
         (
             "group_table.py",

@@ -73,26 +73,3 @@ async def test_an_error_in_the_block_still_ends_every_task() -> None:
             endless = supervisor.start_task("endless", asyncio.Event().wait())
             raise KeyError("mine")
     assert endless.cancelled()
-
-
-async def test_cancelling_the_owner_ends_its_tasks_first() -> None:
-    ended: list[str] = []
-
-    async def slow_to_end() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0)
-            ended.append("task")
-
-    async def owner() -> None:
-        async with Supervisor() as supervisor:
-            supervisor.start_task("slow", slow_to_end())
-            await supervisor.wait()
-
-    task = asyncio.create_task(owner())
-    for _ in range(2):
-        await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.wait([task])
-    assert task.cancelled() and ended == ["task"]

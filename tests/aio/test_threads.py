@@ -28,6 +28,7 @@ async def test_a_cancelled_caller_leaves_a_call_behind_that_never_returns() -> N
 
     waiting = asyncio.create_task(in_daemon_thread(block))
     await began.wait()
+    assert busy()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -44,20 +45,6 @@ async def test_calls_that_do_not_overlap_share_a_thread_and_have_the_callers_con
     assert await in_daemon_thread(threading.get_ident) == first[0]
 
 
-async def test_a_call_that_has_not_returned_is_known() -> None:
-    began, release = threading.Event(), threading.Event()
-
-    def block() -> None:
-        began.set()
-        release.wait()
-
-    waiting = asyncio.create_task(in_daemon_thread(block))
-    await in_daemon_thread(began.wait)
-    assert busy()
-    release.set()
-    await waiting
-
-
 def test_a_thread_runs_calls_in_order_and_ends_with_its_owner() -> None:
     thread = DaemonThread("mine")
     done: list[int] = []
@@ -70,7 +57,7 @@ def test_a_thread_runs_calls_in_order_and_ends_with_its_owner() -> None:
     assert not itself.is_alive()
 
 
-def test_calls_that_wait_are_cancelled_when_that_is_asked() -> None:
+def test_at_the_end_calls_that_wait_are_cancelled_and_others_refused() -> None:
     thread, release = DaemonThread("mine"), threading.Event()
     running, waiting = thread.submit(release.wait), thread.submit(int)
     while not running.running():
@@ -78,11 +65,6 @@ def test_calls_that_wait_are_cancelled_when_that_is_asked() -> None:
     thread.shutdown(wait=False, cancel_futures=True)
     release.set()
     assert running.result(PATIENCE) and waiting.cancelled()
-
-
-def test_a_call_after_the_end_is_refused() -> None:
-    thread = DaemonThread("mine")
-    thread.shutdown()
     with pytest.raises(RuntimeError, match="after shutdown"):
         thread.submit(int)
 

@@ -1,9 +1,4 @@
-"""Runs small real roles around a real Coordinator, with random scheduling from a seed, for the tests of the control
-plane.
-
-Nothing sleeps: every pause is a number of turns of the event loop, so a stranded waiter shows as a timeout and nothing
-else does.
-"""
+"""Runs small roles around a real Coordinator. Nothing sleeps: a pause is a number of turns of the event loop."""
 
 from __future__ import annotations
 
@@ -70,9 +65,8 @@ def make_config(
     **settings: Any,
 ) -> Config:
     """Makes a configuration with these `SETTINGS`. `steps`: samples are made without noise in as many steps, and their
-    final latents are trained on. Without `score_at_once` less room for samples is allowed than a real configuration
-    must have. `buckets` are their weights; bucket i is sampled by `{"size": i}`, and its samples have `SAMPLE_BYTES` /
-    (i + 1) bytes."""
+    final latents are trained on. Without `score_at_once` there may be less room for samples. `buckets` are weights:
+    samples of bucket i have `SAMPLE_BYTES` / (i + 1) bytes."""
     assert settings.keys() <= SETTINGS.keys(), settings
     noise = {"window": {"size": 2, "range": [0, 5]}} if steps is None else None
     weights = [{"sampling": {"size": size}, "weight": weight} for size, weight in enumerate(buckets)]
@@ -174,31 +168,24 @@ def report(version: int, groups: Sequence[ReadyGroup]) -> UpdateReport:
 
 
 class Run:
-    """All roles over one coordinator: engines, reward workers, a trainer, a publisher and the driver that reads
-    events."""
+    """All roles over one coordinator: engines, reward workers, trainer, publisher and the driver that reads events."""
 
     def __init__(
         self,
         config: Config,
         *,
         reward: Reward = distinct,
-        generate: Callable[[str, SampleRequest], str | None] = lambda engine, request: None,
         reward_workers: int = 2,
         seed: int = 0,
-        pause: dict[str, int] | None = None,
         **kwargs: Any,
     ) -> None:
         self.config = config
         self.coordinator, self.entries = make_coordinator(config, **kwargs)
-        self.start_version = self.coordinator.versions.trained
         self.holds = dict.fromkeys(config.engine_names, -1)
         self.events: list[RunEvent] = []
-        self.requests: list[SampleRequest] = []
         self.taken: list[tuple[int, ReadyGroup]] = []
-        self._reward, self._generate = reward, generate
-        self._reward_workers = reward_workers
+        self._reward, self._reward_workers = reward, reward_workers
         self._random = random.Random(seed)
-        self._pause = {"generate": 3, "score": 2, "train": 3, "publish": 4, **(pause or {})}
         self._to_publish: asyncio.Queue[int] = asyncio.Queue()
 
     @property
@@ -210,8 +197,8 @@ class Run:
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [e.data for e in self.events if e.kind == kind]
 
-    async def turns(self, kind: str) -> None:
-        for _ in range(self._random.randint(0, self._pause[kind])):
+    async def turns(self) -> None:
+        for _ in range(self._random.randint(0, 3)):
             await asyncio.sleep(0)
 
     async def producer(self, engine: str) -> None:
@@ -225,21 +212,17 @@ class Run:
         await asyncio.gather(*running)
 
     async def sample(self, engine: str, request: SampleRequest) -> None:
-        self.requests.append(request)
         started, versions = self.holds[engine], []
         for step in range(request.num_inference_steps):
-            await self.turns("generate")
+            await self.turns()
             if step in trained_steps(request):
                 versions.append(self.holds[engine])
-        if (error := self._generate(engine, request)) is not None:
-            await self.coordinator.sample_failed(engine, request.sample_id, error)
-        else:
-            result = make_result(request, engine, tuple(versions), version=started)
-            await self.coordinator.samples_done(engine, [result])
+        result = make_result(request, engine, tuple(versions), version=started)
+        await self.coordinator.samples_done(engine, [result])
 
     async def rewarder(self, worker: str) -> None:
         while jobs := await self.coordinator.next_to_score(worker, self.config.reward.batch):
-            await self.turns("score")
+            await self.turns()
             await self.score(worker, jobs)
 
     async def score(self, worker: str, jobs: list[ScoreJob]) -> None:
@@ -247,7 +230,7 @@ class Run:
 
     async def trainer(self) -> None:
         per_update, last = self.config.trainer.groups_per_update, self.config.trainer.updates
-        for version in range(self.start_version, last):
+        for version in range(self.coordinator.versions.trained, last):
             groups: list[ReadyGroup] = []
             while len(groups) < per_update:
                 taken = await self.coordinator.next_groups(version, per_update - len(groups))
@@ -255,18 +238,18 @@ class Run:
                     return
                 self.taken += [(version, group) for group in taken]
                 groups += taken
-                await self.turns("train")
+                await self.turns()
             await self.coordinator.update_done(report(version + 1, groups))
             if (version + 1) % self.config.weights.publish_every == 0 or version + 1 == last:
                 self._to_publish.put_nowait(version + 1)
 
     async def publisher(self) -> None:
-        self._to_publish.put_nowait(self.start_version)
+        self._to_publish.put_nowait(self.coordinator.versions.trained)
         while True:
             version = await self._to_publish.get()
             await self.coordinator.announce(version, digest_of(version))
             for engine in self._random.sample([*self.holds], len(self.holds)):
-                await self.turns("publish")
+                await self.turns()
                 self.holds[engine] = version
                 await self.coordinator.engine_holds(WeightReport(engine, version, digest_of(version)))
 
@@ -289,16 +272,9 @@ class Run:
             publisher.cancel()
         return self
 
-    @property
-    def staleness(self) -> list[int]:
-        """Returns the staleness of every trained group, counted here from what the trainer took."""
-        return [version - group.oldest_version for version, group in self.taken]
-
 
 class Bench:
-    """A coordinator that is driven call by call, none of which waits.
-
-    Its engines hold the version it starts from, unless they are not `holding`. `stored`: samples are a dataset's."""
+    """A coordinator that is driven call by call. Its engines hold the version it starts from, if `holding`."""
 
     def __init__(
         self,
@@ -306,13 +282,11 @@ class Bench:
         start: ControlState | None = None,
         validation_prompts: int = 2,
         holding: bool = True,
-        stored: bool = False,
         **config: Any,
     ) -> None:
         self.config = make_config(**config)
         self.c, self.entries = make_coordinator(self.config, start=start, validation_prompts=validation_prompts)
         self.version = start.version if start else 0
-        self.stored = stored
         self.leased: dict[int, list[SampleRequest]] = {}  # training samples that no method has finished yet, by group
         self._told: list[RunEvent] = []
         if holding:
@@ -334,9 +308,9 @@ class Bench:
         return requests
 
     def make(self, requests: Sequence[SampleRequest], version: int | None = None, engine: str = "rollout-0") -> None:
-        """Reports samples that the engine made all with one version, or that are a dataset's."""
+        """Reports samples that the engine made all with one version."""
         version = self.version if version is None else version
-        versions = [(version,) * (0 if self.stored else len(trained_steps(r))) for r in requests]
+        versions = [(version,) * len(trained_steps(request)) for request in requests]
         results = [make_result(r, engine, v, version=version) for r, v in zip(requests, versions, strict=True)]
         now(self.c.samples_done(engine, results))
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from msgspec.structs import replace
 
 from omni_async.control.control_state import ControlState, LedgerState, Unfinished
 from omni_async.types import Prompt, VersionSpans
-from tests.control.control_world import Bench, Run, make_config, now
+from tests.control.control_world import Bench, now
 
 
 def kept_of(bench: Bench) -> ControlState:
@@ -37,34 +35,8 @@ def test_groups_in_every_state_go_on() -> None:
     assert after.c.ledger.counters() == {"admitted": 5, "trained": 2, "rejected": 0, "dropped": 0, "live": 3}
 
 
-@pytest.mark.parametrize("S", [0, 1, 3])
-@pytest.mark.parametrize("stop_at", [0, 1, 2, 5])
-def test_a_run_that_was_cut_anywhere_trains_every_group_once(S: int, stop_at: int) -> None:
-    config = make_config(S=S, P=2, updates=6, window=2)
-
-    class Cut(Run):
-        kept: ControlState | None = None
-
-        async def turns(self, kind: str) -> None:
-            await super().turns(kind)
-            trained, busy = self.coordinator.versions.trained, self.coordinator._groups.in_training
-            if self.kept is None and kind == "publish" and trained >= stop_at and not busy:
-                self.kept = await self.coordinator.continuation()
-                assert self.kept.ledger.lines == len(self.entries)
-
-    first = asyncio.run(Cut(config, seed=S).play())
-    assert first.kept is not None
-    second = asyncio.run(Run(config, seed=S + 1, start=first.kept).play())
-    assert second.outcome == ("done", None)
-    events = [(e.group, e.event) for e in [*first.entries[: first.kept.ledger.lines], *second.entries]]
-    assert len({group for group, _ in events}) == len(events)
-    assert [event for _, event in events].count("trained") == 12
-    assert max(second.staleness, default=0) <= S
-
-
 async def test_an_interrupted_run_keeps_what_it_drops() -> None:
-    """Checks that groups in this attempt's ledger as dropped are admitted again by the next one, and those lines are
-    void."""
+    """Checks that dropped groups are admitted again by the next attempt, and their lines are void."""
     bench = Bench(S=1, P=2, updates=3)
     bench.generate(0)
     assert bench.take()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -144,8 +145,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         stored=st.booleans(),
     )
     def begin(self, config: Config, start: int, may_stop: bool, stored: bool) -> None:
-        """Begins a run. `stored`: samples without a window come from a dataset, so that no version took any step of
-        theirs."""
+        """Begins a run. `stored`: samples without a window come from a dataset; no version took their steps."""
         self.config, self.may_stop, self.stored = config, may_stop, stored and config.rollout.sde is None
         self.start = min(start, config.trainer.updates)
         self.version = self.to_publish = self.start
@@ -243,8 +243,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             self.returned.discard(group.group)
 
     def nothing_else_could_be_trained(self, staleness: int) -> None:
-        """Checks `staleness.exact`: the newest weights are everywhere, every admitted group is ready, and so the age is
-        the same for all."""
+        """Checks `staleness.exact`: the newest weights are everywhere, all groups are ready and equally old."""
         assert {version for version in self.holds.values() if version >= 0} == {self.version}
         live = self.live()
         leased = [lease.request for lease in self.leases]
@@ -388,8 +387,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @move(0, 0, 0.3, when=lambda self: self.engines)
     def lose_engine(self, pick: int, replaced: bool, store_too: bool) -> None:
-        """Loses an engine at any moment: with samples, while it asks for some, while weights are on their way to it;
-        with what it stored, or without."""
+        """Loses an engine at any moment, with what it stored, or without."""
         engine = pop(self.engines, pick)
         self.lost.append(engine)
         self.holds.pop(engine)
@@ -465,8 +463,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @move(0, 1, when=lambda self: self.waiting)
     def cancel_a_waiter(self, pick: int) -> None:
-        """Cancels a waiter at any moment, also between being woken and running; what it would have got must go to
-        another one."""
+        """Cancels a waiter, also between being woken and running; another one must get what it would have got."""
         self.waiting[sorted(self.waiting)[pick % len(self.waiting)]].cancel()
 
     @move(0)
@@ -514,6 +511,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.slots_are_never_overdrawn()
         self.buffers_stay_within_their_bounds()
         self.nothing_is_admitted_that_will_not_be_trained()
+        self.counts_of_samples_agree_with_their_states()
 
     def every_group_ends_once(self) -> None:
         ended, live = self.ended_groups(), self.live()
@@ -574,8 +572,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         return self.bucket(number_of(sample))
 
     def size_of(self, sample: str) -> int:
-        """Returns the bytes that a training sample has or is expected to have: those of its bucket, once one of that is
-        known."""
+        """Returns the bytes of a training sample: those of its bucket, once one of that is known."""
         samples = self.config.trainer.groups_per_update * self.config.rollout.group_size
         return self.sizes.get(self.bucket_of(sample), (self.config.buffer.bound or 0) // samples)
 
@@ -586,6 +583,25 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     def nothing_is_admitted_that_will_not_be_trained(self) -> None:
         assert len(self.admitted()) - len(self.ended_groups("rejected", "dropped")) <= self.wanted
+
+    def counts_of_samples_agree_with_their_states(self) -> None:
+        table = self.coordinator._samples
+        states = [(sample, sample.owner, sample.state.name) for sample in table.samples.values()]
+        counts = table.statistics()
+        waiting = {sample.request.sample_id for sample, _, state in states if state == "GENERATED"}
+        assert {name for queue in table._to_score.values() for name in queue} == waiting
+        leased = Counter((o.kind, s.engine) for s, o, state in states if state in ("LEASED", "ABANDONED"))
+        assert +table._num_leased_to == leased
+        others = sum(state in ("GENERATED", "SCORING", "PAUSED") for *_, state in states)
+        assert (counts["ready"], counts["reserved"]) == (len(waiting), leased.total() + others)
+        for kind in ("train", "validation"):
+            assert table._num_queued[kind] == sum((o.kind, state) == (kind, "QUEUED") for _, o, state in states)
+            assert table._num_leased[kind] == sum(n for (of, _), n in leased.items() if of == kind)
+        assert table.may_lease == (any(table._num_queued.values()) and counts["reserved"] < counts["capacity"])
+        for sample, owner, state in states:
+            assert bool(sample.workers) == (state == "SCORING") and state != "GONE"
+            missing = sum(one.state.name not in ("SCORED", "FAILED") for one in owner.samples)
+            assert not owner.samples or owner.num_missing == missing
 
     # ---- and the run always ends -------------------------------------------------------------------------------------
 

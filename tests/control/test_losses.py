@@ -1,5 +1,4 @@
-"""Tests engines and reward workers that come and go, and objects that a dead process had stored: made again if nobody
-has read them yet, returned by the trainer, and reported by the worker that wanted an image."""
+"""Tests engines and reward workers that come and go, and objects that a dead process had stored."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from omni_async.types import ReadyGroup, SampleRequest
-from tests.control.control_world import Bench, distinct, now
+from omni_async.types import SampleRequest
+from tests.control.control_world import Bench, now
 from tests.support.patience import PATIENCE
 
 
@@ -21,15 +20,8 @@ def leased(**config: Any) -> Bench:
     return bench
 
 
-def made_again(requests: Iterable[SampleRequest], attempt: int = 2) -> dict[str, tuple[int, int]]:
-    return {request.sample_id: (request.seed, attempt) for request in requests}
-
-
-def attempts(requests: Iterable[SampleRequest]) -> dict[str, tuple[int, int]]:
-    return {request.sample_id: (request.seed, request.attempt) for request in requests}
-
-
-# ---- a store that is gone --------------------------------------------------------------------------------------------
+def attempts(requests: Iterable[SampleRequest], attempt: int | None = None) -> dict[str, tuple[int, int]]:
+    return {request.sample_id: (request.seed, attempt or request.attempt) for request in requests}
 
 
 async def test_what_the_trainer_has_not_taken_is_made_again_from_the_same_seeds() -> None:
@@ -41,63 +33,42 @@ async def test_what_the_trainer_has_not_taken_is_made_again_from_the_same_seeds(
     bench.make(groups[2][1:])  # generated
     await bench.c.objects_lost("rollout-0")
     again = bench.lease()
-    assert attempts(again) == made_again(groups[1] + groups[2]), "and neither group 0 nor what is being made"
+    assert attempts(again) == attempts(groups[1] + groups[2], 2), "and neither group 0 nor what is being made"
     assert bench.take() == []
     bench.complete([request for request in again if request.group == 1])
-    (second,) = bench.take()
-    assert (taken.group, second.group) == (0, 1)
-    bench.train([taken, second])
-    assert [(entry.group, entry.event, entry.attempts) for entry in bench.entries] == [
-        (0, "trained", 1),
-        (1, "trained", 2),
-    ]
+    bench.train([taken, *bench.take()])
+    assert [(entry.group, entry.attempts) for entry in bench.entries] == [(0, 1), (1, 2)]
 
 
-async def test_losses_of_a_store_are_no_failures_of_the_sample() -> None:
-    bench = leased(S=0, P=1, retries=0)
-    requests = bench.leased[0]
-    for attempt in range(2, 6):
-        bench.complete(requests)
-        await bench.c.objects_lost("rollout-0")
-        assert attempts(bench.lease()) == made_again(requests, attempt)
-    bench.complete(requests)
-    assert len(bench.take()) == 1 and bench.entries == []
-
-
-async def test_a_late_score_of_a_lost_image_does_not_count() -> None:
-    bench = leased(S=0, P=1)
-    bench.make(bench.leased[0])
-    before = bench.jobs()
-    await bench.c.objects_lost("rollout-0")
-    bench.score(before)
-    assert bench.take() == []
-    bench.make(bench.lease())
-    after = bench.jobs()  # the same worker has the new images
-    bench.score(before)
-    assert bench.take() == []
-    bench.score(after, lambda job: 5 + distinct(job))
-    assert [group.rewards for group in bench.take()] == [[5.0, 6.0]]
-
-
-@pytest.mark.parametrize(("value", "failed"), [(2.0, 0), ("timeout", 1)])
-async def test_a_sample_that_its_validation_round_is_done_with_is_not_made_again(
-    value: float | str, failed: int
-) -> None:
-    """Has one that failed, too: made again it would be scored and counted as failed, or outlive its round."""
-    bench = Bench(S=0, P=1, score_retries=0, validation={"every": 1})
-    requests = [request for request in bench.lease() if request.kind == "validation"]
-    bench.make(requests)
-    (done,) = bench.jobs(1)
-    bench.score([done], lambda job: value)
-    await bench.c.objects_lost("rollout-0")
-    again = bench.lease()
-    assert attempts(again) == made_again(request for request in requests if request.sample_id != done.sample_id)
-    bench.complete(again)
-    assert [sum(round_["round"]["reasons"].values()) for round_ in bench.data("validation")] == [failed]
-    assert bench.buffers()["trajectories"]["reserved"] == 2, "the training samples, which are leased"
-
-
-# ---- a group that the trainer cannot read ----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("store", None),
+        ("group", "its trajectories were lost 2 times: its node died"),
+        ("image", "generation failed 2 times: its node died"),
+    ],
+)
+async def test_only_lost_groups_and_images_count_and_in_the_end_drop_their_group(what: str, reason: str | None) -> None:
+    """Allows no second try of a score: making the image again is none."""
+    bench = leased(S=0, P=1, retries=1, score_retries=0)
+    again = bench.leased[0]
+    for attempt in (2, 3):
+        bench.make(lost := again)
+        jobs = bench.jobs()
+        if what == "image":
+            bench.fail(jobs.pop(0), "its node died", fault="replace")
+            lost = lost[:1]
+        bench.score(jobs)
+        if what == "group":
+            assert bench.take()
+            await bench.c.group_gone(0, "its node died")
+        elif what == "store":
+            await bench.c.objects_lost("rollout-0")
+        again = bench.lease()
+        if reason is None or attempt == 2:
+            assert attempts(again) == attempts(lost, attempt)
+    assert bench.lines() == ([] if reason is None else [(0, "dropped", reason)])
+    assert {(request.group, request.attempt) for request in again} == {(0, 3) if reason is None else (1, 1)}
 
 
 async def test_a_group_that_the_trainer_gives_back_is_taken_again_before_any_other() -> None:
@@ -111,53 +82,13 @@ async def test_a_group_that_the_trainer_gives_back_is_taken_again_before_any_oth
     assert [one.group for one in state.unfinished] == [0] and 0 not in {one.group for one in state.ready}
     assert bench.take() == [], "younger ones wait, so that no group comes later than it was admitted for"
     again = bench.lease()
-    assert attempts(again) == made_again(first)
+    assert attempts(again) == attempts(first, 2)
     bench.complete(again)
     state = await bench.c.continuation()
     assert state.unfinished == () and 0 in {one.group for one in state.ready}
     bench.train([other, *bench.take()])
-    assert [(entry.group, entry.staleness) for entry in bench.entries] == [(1, 0), (0, 0)]
     bench.train(bench.take(2))
-    assert [(entry.group, entry.staleness) for entry in bench.entries[2:]] == [(2, 1), (3, 1)]
-
-
-async def test_a_group_that_is_lost_too_often_is_dropped_with_the_reason_and_another_takes_its_place() -> None:
-    bench = leased(S=0, P=1, retries=1)
-    requests = bench.leased[0]
-    for _ in range(2):
-        bench.complete(requests)
-        bench.take()
-        await bench.c.group_gone(0, "its node died")
-        requests = bench.lease()
-    assert bench.lines() == [(0, "dropped", "its trajectories were lost 2 times: its node died")]
-    assert {(request.group, request.attempt) for request in requests} == {(1, 1)}
-    bench.complete(requests)
-    groups: list[ReadyGroup] = bench.take()
-    bench.train(groups)
-    assert bench.lines()[1:] == [(1, "trained", None)]
-
-
-# ---- an image that is gone -------------------------------------------------------------------------------------------
-
-
-async def test_a_sample_whose_image_is_gone_is_made_again_and_in_the_end_drops_its_group() -> None:
-    """Allows no second try of a score: making the image again is none."""
-    bench = leased(S=0, P=1, retries=1, score_retries=0)
-    requests = bench.leased[0]
-    bench.make(requests)
-    first, second = bench.jobs()
-    bench.fail(first, "its node died", fault="replace")
-    bench.score([second])
-    again = bench.lease()
-    assert attempts(again) == made_again(requests[:1])
-    bench.make(again)
-    (first,) = bench.jobs()
-    bench.fail(first, "its node died", fault="replace")
-    assert bench.lines() == [(0, "dropped", "generation failed 2 times: its node died")]
-    assert {request.group for request in bench.lease()} == {1}
-
-
-# ---- those that leave in order ---------------------------------------------------------------------------------------
+    assert [(entry.group, entry.staleness) for entry in bench.entries] == [(1, 0), (0, 0), (2, 1), (3, 1)]
 
 
 async def test_workers_that_leave_get_no_work_at_once_and_their_answers_count() -> None:
@@ -183,19 +114,6 @@ async def test_workers_that_leave_get_no_work_at_once_and_their_answers_count() 
     bench.score(jobs)
     assert bench.buffers()["trajectories"]["reserved"] == 1, "the score counts"
     assert c.versions.knows("rollout-0"), "until it is reported as gone"
-
-
-async def test_a_loss_is_told_once_and_the_weights_that_were_on_their_way_are_nobodys() -> None:
-    bench = Bench(S=0, P=1, engines=2, holding=False)
-    bench.hold(0, "rollout-0")
-    for _ in range(2):
-        await bench.c.engine_lost("rollout-1", "it did not take version 0: no memory")
-    bench.hold(0, "rollout-1")
-    assert bench.c.versions.held == 0 and bench.lease(8), "the run goes on"
-    assert bench.data("lost") == [{"name": "rollout-1", "reason": "it did not take version 0: no memory"}]
-
-
-# ---- whose fault -----------------------------------------------------------------------------------------------------
 
 
 async def test_a_sample_that_reward_workers_die_of_is_rejected_in_the_end_and_takes_no_other_with_it() -> None:
@@ -246,31 +164,6 @@ async def test_an_outage_is_held_against_no_sample_however_many_workers_meet_it_
     assert reasons == ["its scoring was cut off 2 times: connection reset"], "when all was well"
 
 
-# ---- engines and reward workers that come and go ---------------------------------------------------------------------
-
-
-async def test_a_lost_engine_that_had_asked_before_it_had_weights_gets_nothing_at_once() -> None:
-    bench = Bench(S=0, P=1, engines=2, holding=False)
-    asking = asyncio.create_task(bench.c.next_samples("rollout-0", 8, 8))
-    await asyncio.sleep(0)
-    await bench.c.engine_lost("rollout-0", "killed")
-    assert await asyncio.wait_for(asking, PATIENCE) == []
-
-
-async def test_the_late_answer_for_a_group_that_ended_frees_a_slot_for_an_engine_that_waits() -> None:
-    bench = Bench(S=1, P=1, engines=2, retries=0, trajectories=2, max_inflight=1)
-    (failing,), (late,) = bench.lease(1), bench.lease(1, "rollout-1")
-    await bench.c.sample_failed("rollout-0", failing.sample_id, "out of memory")
-    assert [(entry.group, entry.event) for entry in bench.entries] == [(0, "dropped")]
-    (taken,) = bench.lease(1)
-    asking = asyncio.create_task(bench.c.next_samples("rollout-0", 1, 2))
-    await asyncio.sleep(0)
-    assert not asking.done(), "one slot is the new sample's, the other that of the sample which nobody needs"
-    bench.make([late], engine="rollout-1")
-    (second,) = await asyncio.wait_for(asking, PATIENCE)
-    assert (taken.group, second.group) == (1, 1)
-
-
 async def test_what_a_lost_reward_worker_had_is_scored_by_others_first_and_one_by_one() -> None:
     bench = Bench(S=1, P=2)
     bench.make(bench.lease())
@@ -283,18 +176,3 @@ async def test_what_a_lost_reward_worker_had_is_scored_by_others_first_and_one_b
     bench.score(lost)
     assert bench.buffers()["trajectories"]["reserved"] == 8, "late scores of the lost worker count for nothing"
     assert now(bench.c.next_to_score("reward-0", 4)) == [], "and it gets no more"
-
-
-async def test_the_last_version_is_validated_although_an_engine_is_lost_that_had_kept_it_back() -> None:
-    """Loses an engine that also had the samples of another round, which ends without them."""
-    validation = {"every": 1}
-    bench = Bench(engines=2, S=0, P=1, updates=1, retries=0, validation=validation, validation_prompts=1)
-    assert [request.kind for request in bench.lease(1, "rollout-1")] == ["validation"]
-    bench.complete(bench.lease() + bench.lease())
-    bench.train(bench.take())
-    bench.hold(1, "rollout-0")
-    await bench.c.engine_lost("rollout-1", "killed")
-    assert bench.c.versions.held == 1 and not bench.c._closed, "its round is due"
-    bench.complete(bench.lease(), lambda job: 1.0)
-    assert [round_["version"] for round_ in bench.data("validation")] == [0, 1]
-    assert bench.c._ending.outcome == ("done", None)

@@ -83,9 +83,6 @@ def test_when_every_engine_was_lost_nobody_begins_with_what_they_had_left_behind
     assert v.held == 2
 
 
-# ---- validation rounds -----------------------------------------------------------------------------------------------
-
-
 def make_validation(every: int, last: int, begun: int | None = None) -> Validation:
     config, prompts = make_config(updates=last, validation={"every": every}), tuple(make_prompts(1))
     return Validation(config, lambda version: RequestFactory(config).validation(version, prompts), begun)

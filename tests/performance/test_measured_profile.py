@@ -1,5 +1,4 @@
-"""Tests that the spans of a run give back the service times that made them (whole runs: `tests/e2e/test_emulated.py`),
-and the device that replays them."""
+"""Tests that the spans of a run give back the service times that made them."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ def generated(engine: str, begin: float, end: float, samples: int, **args: Any) 
 
 
 def test_batches_are_found_behind_samples_that_wait_inside_the_engine() -> None:
-    """Holds two batches of four in every engine; a sample's span begins when it was handed over, a whole batch
-    before it is computed."""
+    """Holds two batches of four in every engine; a sample's span begins when it was handed over."""
     spans: list[Span] = []
     for engine in ("rollout-0", "rollout-1"):
         for end in range(103, 121, 3):
@@ -69,8 +67,9 @@ def test_two_sizes_of_batches_tell_fixed_from_unit_time() -> None:
 
 
 def test_an_engine_that_finishes_samples_one_by_one_keeps_its_throughput() -> None:
-    """Batches continuously: four in flight, one done every second."""
+    """Batches continuously: four in flight, one done every second. Validation samples take other steps."""
     spans = [Span("rollout-0", "generate", float(i), float(i + 4), {"sample": f"g0.s{i}"}) for i in range(40)]
+    spans += [Span("rollout-0", "generate", 50.0, 90.0, {"sample": "v3.p0.s0"})]
     # The first four overlap with nothing before them.
     assert measured(spans).generate.mean(4) == pytest.approx(4.0, rel=0.08)
 
@@ -93,12 +92,6 @@ def test_a_pause_for_a_swap_is_no_generation_and_the_wait_for_its_boundary_is_no
     found = measured(spans)
     assert found.swap.fixed_s == pytest.approx(0.2)
     assert found.generate.mean(4) == pytest.approx(4.0)
-
-
-def test_validation_samples_take_other_steps_and_do_not_count() -> None:
-    spans = [s for job in range(4) for s in generated("rollout-0", 10.0 * job, 10.0 * job + 4.0, 4)]
-    spans += [Span("rollout-0", "generate", 50.0, 90.0, {"sample": "v3.p0.s0"})]
-    assert measured(spans).generate.mean(4) == pytest.approx(4.0)
 
 
 def test_the_first_of_four_updates_warms_up_and_does_not_count() -> None:
@@ -156,22 +149,6 @@ def test_calls_of_a_pool_are_counted_for_each_of_its_workers() -> None:
     assert [lane.concurrency for lane in scorer_lanes(config, found)] == [1, 12]
 
 
-@pytest.mark.virtual_time
-async def test_jobs_follow_one_another_and_wait_for_what_they_need() -> None:
-    loop, device = asyncio.get_running_loop(), Device()
-    await device.busy(2.0)
-    await device.busy(3.0)
-    assert loop.time() == 5.0
-    await asyncio.sleep(10.0)
-    await device.busy(1.0, since=loop.time())  # idle until then
-    assert loop.time() == 16.0
-    await device.busy(1.0, since=4.0)  # it was there long ago, but the device was busy until 16
-    assert loop.time() == 17.0
-    await asyncio.sleep(1.5)  # the loop learns of the next job late, but it had come while the device was busy
-    await device.busy(4.0, since=16.0)
-    assert loop.time() == 21.0
-
-
 class LateLoop(VirtualTimeLoop):
     """An event loop on which every timer fires 30 ms late."""
 
@@ -189,8 +166,6 @@ def test_a_loop_that_wakes_up_late_is_late_once_and_not_at_every_job() -> None:
     with asyncio.Runner(loop_factory=LateLoop) as runner:
         assert runner.run(main()) == pytest.approx(1.03)
 
-
-# ---- stages without a time: estimated where they can be, and reported either way -------------------------------------
 
 SECOND = ServiceTime(fixed_s=1.0)
 MEASURED = Profile(
@@ -218,12 +193,6 @@ def test_a_forward_pass_is_estimated_from_what_training_does(lora, checkpointing
     assert f"1/{passes} of a group's training" in unmeasured(MEASURED, config, recomputes_proximal=True)[0]
 
 
-def test_what_was_measured_stays():
-    measured = replace(MEASURED, proximal=SECOND)
-    assert with_estimates(measured, recomputing()) == measured
-    assert unmeasured(measured, recomputing(), recomputes_proximal=True) == []
-
-
 def test_a_job_that_needs_the_pass_pays_for_it_by_the_law_and_in_simulation():
     seconds = 2 * 1.0 + 4 * MEASURED.train.mean(8) * (1 + 1 / 3)
     assert times_of(recomputing(), MEASURED).train == pytest.approx(seconds)
@@ -231,29 +200,18 @@ def test_a_job_that_needs_the_pass_pays_for_it_by_the_law_and_in_simulation():
     assert found.step_s == pytest.approx(seconds + MEASURED.export.mean()), "the trainer is the bottleneck"
 
 
-def test_the_estimate_is_reported_only_where_the_job_needs_it():
+def test_what_is_not_measured_is_reported_where_the_job_needs_it():
     [said] = not_measured(recomputing(), MEASURED)
     assert said.startswith(
         "profile run has no time for proximal, the pass that recomputes log-probs for the correction: estimated as 1/3"
     )
-    assert not_measured(recomputing(steps_per_update=1), MEASURED) == []
-
-
-def test_stages_that_nothing_can_be_said_about_are_named():
-    config = replace(recomputing(steps_per_update=1), placement=Placement(colocated=True))
-    bare = replace(MEASURED, swap=NOTHING)
-    assert not_measured(config, bare) == ["profile run has no time for swap, switch: counted as 0 s"]
-
-
-def test_that_a_profiles_sample_is_taken_for_one_of_several_calls_is_said():
     config = recomputing(steps_per_update=1)
-    several = replace(config, rollout=replace(config.rollout, calls=2))
-    assert not_measured(several, MEASURED) == [
-        "rollout.calls: profile run's times for a sample are taken for its 2 calls together"
+    assert not_measured(config, MEASURED) == [] == not_measured(recomputing(), replace(MEASURED, proximal=SECOND))
+    several = replace(config, rollout=replace(config.rollout, calls=2), placement=Placement(colocated=True))
+    assert not_measured(several, replace(MEASURED, swap=NOTHING)) == [
+        "rollout.calls: profile run's times for a sample are taken for its 2 calls together",
+        "profile run has no time for swap, switch: counted as 0 s",
     ]
-
-
-# ---- what jobs say of other sizes ------------------------------------------------------------------------------------
 
 
 def test_jobs_of_several_sizes_give_the_fixed_part_and_that_of_a_unit() -> None:

@@ -1,5 +1,4 @@
-"""Tests that shipped profiles give back the published steps they are built from, by the law and in virtual time, and
-name what is assumed in them."""
+"""Tests that shipped profiles give back the published steps they are built from."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.profiles import PROFILES, RECIPES, REPRODUCED, Reproduced, law_s, shipped, table
+from benchmarks.profiles import PROFILES, RECIPES, REPRODUCED, Reproduced, law_s, shipped
 from omni_async.config import Config, ConfigError, load
 from omni_async.config.schedule import num_devices
 from omni_async.performance.profile import Profile, ServiceTime, load_profile, shipped_profiles, write_profile
@@ -36,26 +35,10 @@ def test_the_law_gives_back_a_published_step(arrangement: Reproduced) -> None:
 
 
 def test_virtual_time_gives_back_the_published_step_of_gpus_that_take_turns() -> None:
-    """Simulates 512 images one by one on 4 GPUs, every stage on all of them: no job is left over, so law and
-    simulation agree."""
+    """Simulates 512 images one by one on 4 GPUs: no job is left over, so law and simulation agree."""
     name, overrides = REPRODUCED[0].profile, REPRODUCED[0].overrides
     simulated = simulate(recipe(name, *overrides), load_profile(name), updates=8)
     assert simulated.step_s == pytest.approx(420, rel=0.02)
-
-
-def test_every_published_step_belongs_to_a_profile_and_is_in_the_table() -> None:
-    assert {a.profile for a in REPRODUCED} == set(NAMES) - {"remote_judge"}  # which follows no published run
-    lines = table().splitlines()
-    assert [a.profile for a in REPRODUCED] == [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_profile_says_where_it_is_from_and_what_is_assumed(name: str) -> None:
-    profile = load_profile(name)
-    assert profile.name == name
-    assert "verl-project/verl-omni" in profile.source
-    assert "assumed" in profile.assumed
-    assert min(profile.payload.trajectory, profile.payload.media, profile.payload.weights) > 0
 
 
 def test_stages_take_what_is_published_of_them() -> None:
@@ -65,13 +48,6 @@ def test_stages_take_what_is_published_of_them() -> None:
     assert wan.proximal.mean(per_npu) == pytest.approx(548.9, rel=1e-4)
     assert wan.train.mean(per_npu) + 4 * wan.step.mean() == pytest.approx(735.3, rel=1e-4)
     assert wan.export.mean() + wan.publish.mean() + wan.swap.mean() == pytest.approx(6.8, rel=1e-4)
-
-
-def test_a_node_of_eight_gpus_does_the_work_of_eight_gpus() -> None:
-    gpu, node = load_profile("qwen_image_full_h200"), load_profile("qwen_image_full_h100_64")
-    for stage in ("generate", "score", "proximal", "train"):
-        assert getattr(gpu, stage).unit_s / getattr(node, stage).unit_s == pytest.approx(8, rel=1e-4)
-    assert node.generate.fixed_s == gpu.train.fixed_s == 0 < node.proximal.fixed_s < node.train.fixed_s
 
 
 def test_the_judge_takes_three_seconds_in_the_median_and_a_minute_once_in_a_hundred() -> None:

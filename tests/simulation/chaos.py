@@ -30,10 +30,9 @@ def play(seed: int, trace: bool = False) -> World:
 
 
 def count(seeds: Iterable[int], trace: bool = False) -> Counter[str]:
-    """Counts in how many of the schedules each thing happened, and messages. Raises at the first that fails.
+    """Counts in how many schedules each thing happened, and messages. Raises at the first that fails.
 
-    Existing objects are left out of collections, which would walk through all of torch each time; not to the end of
-    the process, because libraries whose objects are never collected report them as leaks."""
+    `gc.freeze` spares walks through all of torch; for the time of the call, since leaks would be reported after it."""
     seen: Counter[str] = Counter()
     gc.freeze()
     try:

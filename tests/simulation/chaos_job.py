@@ -1,5 +1,4 @@
-"""Draws a job from a seed: a small configuration, how the world around its roles behaves, and what breaks when. Runs
-nothing."""
+"""Draws a job from a seed: a small configuration, the world around its roles, and what breaks when."""
 
 from __future__ import annotations
 
@@ -270,8 +269,7 @@ class Checks:
         self._attempts += 1
 
     def goes_on(self, start: ControlState, lines: list[LedgerEntry]) -> None:
-        """Checks a resume with `lines`, those of the ledger that the checkpoint counts: they must be the ones that
-        it counted, as in a file."""
+        """Checks a resume: `lines` of the ledger must be those that the checkpoint counted, as in a file."""
         size, digest = 0, ""
         for line in map(encode_line, lines):
             size, digest = size + len(line), extend(digest, line)

@@ -25,8 +25,7 @@ Call = Callable[..., Awaitable[Any]]
 
 
 class Process:
-    """A process, which dies at once: the tasks in it, the calls it would make. A `hung` one does nothing any more
-    and does not report it."""
+    """A process, which dies at once, with its tasks and calls. A `hung` one does nothing any more, unreported."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -146,8 +146,7 @@ class Scorer:
 
 
 class SimulatedRewarder(Rewarder):
-    """The real rewarder, without threads for its scorer, which virtual time does not have: the handling of scorers'
-    faults is not in here."""
+    """The real rewarder, without threads for its scorer and without the handling of scorers' faults."""
 
     def __init__(self, name: str, config: Config, scorer: Scorer, *args: Any) -> None:
         super().__init__(name, config, LoadedReward.of(config.reward, scorer), *args)
@@ -229,8 +228,7 @@ class Rank:
 
 
 class MemoryCheckpointer(Checkpointer):
-    """A checkpointer that keeps in memory what the real one writes into a folder; a checkpoint that is not whole is
-    not there."""
+    """A checkpointer that keeps whole checkpoints in memory."""
 
     keep: Callable[[ControlState], None]
 

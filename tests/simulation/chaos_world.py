@@ -126,8 +126,7 @@ class World:
     # ---- checks by the roles -----------------------------------------------------------------------------------------
 
     def require(self, holds: bool, what: str) -> None:
-        """Ends the attempt with a Violation unless `holds`. A role may swallow what is raised in it; this is not
-        swallowed."""
+        """Ends the attempt with a Violation unless `holds`, even if a role swallows what is raised in it."""
         if not holds:
             assert self._attempt is not None
             self._attempt.broken(Violation(what))

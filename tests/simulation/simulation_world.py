@@ -10,16 +10,14 @@ from tests.support.configs import build
 
 
 def make_config(**changes: Any) -> Config:
-    """Builds a configuration that is allowed: `rollout__workers=2` sets rollout.workers. Buffers are large unless a
-    test says otherwise."""
+    """Builds an allowed configuration with large buffers: `rollout__workers=2` sets rollout.workers."""
     config = build({"buffer": {"trajectories": 4096, "groups": 256}}, changes)
     assert check(config) is None, check(config)
     return config
 
 
 def make_profile(**stages: float | tuple[float, ...]) -> Profile:
-    """Builds a profile: a number is seconds per job, a pair also seconds per unit, a third its coefficient of
-    variation."""
+    """Builds a profile: a number is seconds per job, a pair also seconds per unit, a third its variation."""
     times = {"generate": 0.0, "score": 0.0, "train": 0.0, **stages}
     made = {name: ServiceTime(*(value if isinstance(value, tuple) else (value,))) for name, value in times.items()}
     return Profile(name="made", source="a test", **made)

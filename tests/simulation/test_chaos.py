@@ -1,9 +1,9 @@
-"""Plays ten thousand jobs of real roles, each with its own faults, delays and order of things: all of them end as
-they must, whatever happens."""
+"""Plays ten thousand jobs of real roles, each with its own faults, delays and order of things."""
 
 from __future__ import annotations
 
 import gc
+import random
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -12,7 +12,8 @@ from functools import cache
 import pytest
 
 from tests.simulation.chaos import ScheduleFailed, count, play
-from tests.simulation.chaos_job import FAULTS, draw
+from tests.simulation.chaos_job import FAULTS, Job, Temper, draw, make_config
+from tests.simulation.chaos_world import World
 
 SCHEDULES, SLICE, CHUNK = 10_000, 1000, 500
 happened = cache(count)
@@ -64,6 +65,34 @@ EXPECTED = [
     *(f"S = {budget}" for budget in range(4)),
     *("scored in step", "exact", "validated", "several steps", "one slot for samples", "one slot for groups"),
 ]
+
+
+def test_a_hundred_engines_lose_nothing_but_time() -> None:
+    config = make_config(
+        rollout__workers=100,
+        rollout__group_size=8,
+        rollout__max_inflight=1,
+        rollout__max_batch=1,
+        rollout__retries=5,
+        rollout__timeout_s=2000.0,
+        reward__workers=20,
+        reward__batch=4,
+        staleness__max_updates=2,
+        buffer__trajectories=248,
+        buffer__groups=24,
+        buffer__window=8,
+        trainer__updates=12,
+        trainer__groups_per_update=8,
+        weights__timeout_s=6000.0,
+    )
+    assert config is not None
+    kinds = [kind for kind, often in (("engine crash", 20), ("scorer crash", 8), ("kill", 2)) for _ in range(often)]
+    random.Random(0).shuffle(kinds)
+    faults = tuple((80 * number, kind) for number, kind in enumerate(kinds, 1))
+    world = World(Job(0, config, Temper(step_s=30.0, duplicated=0.01, store_dies=True), faults)).run()
+    assert Counter(line.event for line in world.lines) == {"trained": 96}
+    assert world.seen["engine replaced"] > 10 and world.seen["attempt ended: killed"] == 2
+    assert world.now < 3600, "progress: at worst a restart, and what was under way"
 
 
 def test_a_seed_is_always_the_same_schedule(capsys: pytest.CaptureFixture[str]) -> None:

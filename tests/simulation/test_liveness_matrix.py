@@ -1,5 +1,4 @@
-"""Tests liveness at the edge (lessons, item 2). Real roles; every job ends by itself, a deadlock fails at once with
-the waiting tasks and where they wait."""
+"""Tests liveness at the edge, with real roles: every job ends, and a deadlock fails at once."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ def test_a_calm_job_trains_all_its_groups(S: int, edge: str) -> None:
 
 @pytest.mark.parametrize("S", BUDGETS)
 def test_every_number_of_updates_between_publishes(S: int) -> None:
-    """Checks that no gate waits for a version that is never published, the last update's included, and that no more is
-    admitted than the updates train."""
+    """Checks that no gate waits for a version that is never published, and no more is admitted than trained."""
     for every, updates in product(range(1, S + 2), (1, 2, 3, 4)):
         assert ended(play(S, weights__publish_every=every, trainer__updates=updates)) == {"trained": 2 * updates}
 

@@ -1,5 +1,4 @@
-"""Holds the simulator, which is the fast path of virtual time, to the real producers, reward workers, trainer and
-publisher with emulated devices on the same virtual time. Both draw the same times, so that varying ones agree too."""
+"""Holds the simulator to the real roles with emulated devices on the same virtual time; both draw the same times."""
 
 from __future__ import annotations
 
@@ -11,10 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from omni_async.config.schedule import SCHEDULES, apply_schedule
-from omni_async.performance.profile import write_profile
+from omni_async.performance.profile import Profile, ScorerTime, ServiceTime, write_profile
 from omni_async.simulation.simulate import Steady, simulate
 from tests.simulation.simulation_world import make_config, make_profile
-from tests.support.job_world import emulate
+from tests.support.job_world import Emulated, emulate
 
 UPDATES = 32
 VARIED = make_profile(
@@ -45,31 +44,74 @@ JOBS: dict[str, dict[str, Any]] = {
     "proximal": {"algorithm.correction": {"mode": "decoupled", "weights": "tempered"}},
     **{f"slow to {stage}": {"schedule": "async", "slow": stage} for stage in ("generate", "score", "publish")},
 }
-
-
+SECONDS = {"one": 1.0, "two": 2.0, "four": 4.0}
+POOL = {"reward.pools": [{"name": "judges", "workers": 3}]}
+JOBS |= {
+    "scorers side by side": {"reward.scorers": [{"name": name} for name in SECONDS]},
+    "a slow scorer": {"reward.scorers": [{"name": "one"}, {"name": "two", "concurrency": 2, "batch": 2}]},
+    "several calls": {"reward.scorers": [{"name": "four", "concurrency": 20, "batch": 2}]},
+    "a pool": {"reward.scorers": [{"name": "one"}, {"name": "two", "pool": "judges", "concurrency": 4}], **POOL},
+}
 VARYING = [name for name in JOBS if name.startswith(("schedule", "slow"))]
+
+
+def played(folder: Path, profile: Profile, schedule: str | None = None, **changes: Any) -> Emulated:
+    folder.mkdir(exist_ok=True)
+    write_profile(path := folder / "profile.json", profile)
+    own = {"run.dir": str(folder), "run.runtime": "inprocess", "emulation.profile": str(path)}
+    config = make_config(**own, **{"trainer.updates": UPDATES} | changes)
+    return emulate(apply_schedule(replace(config, schedule=schedule)), folder=folder / "run")
+
+
+def step_s(made: Emulated) -> float:
+    steady = Steady(made.config, made.config.trainer.updates)
+    return statistics.fmean(made.steps(steady.first, steady.last))
 
 
 @pytest.mark.parametrize(
     ("name", "varies"), [*((name, False) for name in JOBS), *((name, True) for name in VARYING)], ids=str
 )
 def test_the_simulator_takes_the_time_of_the_real_roles(name: str, varies: bool, tmp_path: Path) -> None:
-    """Demands the same to the last digit where times do not vary. Where they do, who asks first in one instant may
-    differ, and so may what an engine draws for its next batch."""
+    """Demands the same to the last digit; where times vary, who asks first in one instant may differ."""
     changes = {"rollout.workers": 2, "rollout.max_batch": 8, "rollout.max_inflight": 16, **JOBS[name]}
-    schedule, slow = changes.pop("schedule", None), changes.pop("slow", None)
+    slow = changes.pop("slow", None)
     profile = VARIED if slow is None else replace(VARIED, **{slow: getattr(SLOW, slow)})
     if not varies:
         profile = replace(profile, **{stage: replace(time, cv=0.0) for stage, time in profile.stages().items()})
-    write_profile(path := tmp_path / "profile.json", profile)
-    own = {"run.dir": str(tmp_path), "run.runtime": "inprocess", "emulation.profile": str(path)}
-    config = apply_schedule(replace(make_config(**own, **{"trainer.updates": UPDATES}, **changes), schedule=schedule))
+    if "reward.scorers" in changes:
+        times = {name: ScorerTime(ServiceTime(fixed_s=seconds), None) for name, seconds in SECONDS.items()}
+        profile = replace(profile, scorers=times)
+    made = played(tmp_path, profile, **changes)
+    config = made.config
     assert config.placement.reward_in_turn == (name == "schedule: sync_colocated")
 
-    made, steady = emulate(config, folder=tmp_path / "run"), Steady(config, UPDATES)
     staleness = [age for update in made.updates for age in update["staleness"]]
     assert max(staleness) <= config.staleness.max_updates
     found = simulate(config, profile, updates=UPDATES, seed=config.run.seed)
-    step = statistics.fmean(made.steps(steady.first, steady.last))
-    assert found.step_s == pytest.approx(step, rel=0.02 if varies else 1e-9)
+    assert found.step_s == pytest.approx(step_s(made), rel=0.02 if varies else 1e-9)
     assert found.staleness_mean == pytest.approx(statistics.fmean(staleness), abs=0.1 if varies else 1e-9)
+
+
+# A mean of 3 s with a long tail: one answer in a hundred takes 12 s or longer.
+TAIL = (0.6,) * 30 + (1.0,) * 12 + (1.7,) * 6 + (3.4,) + (4.4,)
+
+
+def test_a_judge_of_3_seconds_that_may_be_asked_any_number_of_times_costs_nothing(tmp_path: Path) -> None:
+    """48 samples an update, for which the trainer takes 8 s and two engines about 6; Little's law holds."""
+    shape = {"rollout.workers": 2, "rollout.group_size": 8, "rollout.max_batch": 8, "rollout.max_inflight": 16}
+    shape |= {"trainer.updates": 40, "trainer.groups_per_update": 6, "staleness.max_updates": 2, "buffer.window": 4}
+    judged = {"reward.scorers": [{"name": "judge"}]}
+    fast = make_profile(score=0.0, generate=(0.53, 0.181), train=(8 / 6,))
+    quantiles = tuple(factor / statistics.fmean(TAIL) for factor in TAIL)
+    slow = replace(fast, scorers={"judge": ScorerTime(ServiceTime(fixed_s=3.0, quantiles=quantiles), None)})
+    base = step_s(played(tmp_path / "fast", fast, **shape, **judged))
+    made = played(tmp_path / "slow", slow, **shape, **judged)
+    assert base == pytest.approx(8.0, rel=0.01)
+    assert step_s(made) < 1.05 * base
+    steady = made.updates[10:]
+    in_flight = statistics.fmean(update["scorers"]["judge"]["in_flight"] for update in steady)
+    seconds = steady[-1]["finished"] - steady[0]["finished"]
+    samples = sum(update["scorers"]["judge"]["samples"] for update in steady[1:])
+    calls = [span.end - span.start for span in made.spans if span.kind == "score"]
+    assert max(calls) > 12
+    assert in_flight == pytest.approx(samples / seconds * statistics.fmean(calls), rel=0.1)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import pytest
 
 from omni_async.aio.waiting import Event
 from omni_async.simulation.virtual_time import DeadlockError, VirtualClock, VirtualTimeLoop, run
+from omni_async.simulation.world import at_once
 
 pytestmark = pytest.mark.virtual_time
 
@@ -20,9 +19,6 @@ def loop_of_this() -> VirtualTimeLoop:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualTimeLoop)
     return loop
-
-
-# ---- time ------------------------------------------------------------------------------------------------------------
 
 
 def test_time_starts_where_it_is_set_and_a_year_of_sleep_is_a_jump_that_the_clock_shows() -> None:
@@ -36,17 +32,6 @@ def test_time_starts_where_it_is_set_and_a_year_of_sleep_is_a_jump_that_the_cloc
     assert run(main())[0] == 0
 
 
-async def test_sleepers_wake_in_the_order_of_their_times_and_those_of_one_time_in_the_order_they_slept() -> None:
-    woken = []
-
-    async def sleeper(name: str, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-        woken.append(name)
-
-    await asyncio.gather(sleeper("c", 2), sleeper("a", 1), sleeper("b", 1), sleeper("d", 2))
-    assert woken == ["a", "b", "c", "d"]
-
-
 async def test_times_that_differ_by_rounding_are_one_instant() -> None:
     loop, fired = loop_of_this(), []
     loop.call_when(0.3, fired.append, 1)
@@ -54,14 +39,6 @@ async def test_times_that_differ_by_rounding_are_one_instant() -> None:
     assert 0.1 + 0.2 != 0.3
     await loop.sleep_until(0.3 - 1e-12)
     assert len(fired) == 2
-
-
-async def test_a_timer_that_is_due_is_not_kept_waiting_by_a_task_that_only_yields() -> None:
-    done: list[bool] = []
-    asyncio.get_running_loop().call_later(0, done.append, True)
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert done
 
 
 async def test_a_timeout_counts_virtual_seconds_and_leaves_nothing_behind() -> None:
@@ -93,36 +70,6 @@ async def test_a_cancelled_timer_neither_fires_nor_moves_time_nor_is_kept() -> N
     assert len(loop._timers) < 300
 
 
-# ---- asyncio itself --------------------------------------------------------------------------------------------------
-
-
-def test_what_is_left_at_the_end_is_cancelled_or_closed_and_cleans_up() -> None:
-    log: list[Any] = []
-
-    async def forever() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(3)
-            log.append(asyncio.get_running_loop().time())
-
-    async def numbers() -> AsyncIterator[int]:
-        try:
-            yield 1
-            yield 2
-        finally:
-            log.append("closed")
-
-    async def main() -> None:
-        global _kept
-        task, _kept = asyncio.create_task(forever()), numbers()
-        await asyncio.sleep(1)
-        assert not task.done() and await anext(_kept) == 1
-
-    run(main())
-    assert log == [4, "closed"]
-
-
 async def test_functions_for_threads_are_called_at_once_and_a_thread_of_its_own_can_hand_something_in() -> None:
     def fails() -> None:
         raise OSError("disk")
@@ -137,40 +84,6 @@ async def test_functions_for_threads_are_called_at_once_and_a_thread_of_its_own_
     await arrived.wait()
 
 
-async def test_it_runs_neither_inside_another_loop_nor_after_it_was_closed() -> None:
-    work, loop = asyncio.sleep(0), VirtualTimeLoop()
-    loop.close()
-    refused: list[tuple[str, Callable[[], object]]] = [
-        ("running event loop", lambda: run(work)),
-        ("closed", lambda: loop.call_soon(print)),
-        ("closed", lambda: loop.call_at(1, print)),
-        ("closed", lambda: loop.call_later(1, print)),
-        ("closed", lambda: loop.create_task(work)),
-    ]
-    for why, call in refused:
-        with pytest.raises(RuntimeError, match=why):
-            call()
-    work.close()
-
-
-# ---- what only this loop has -----------------------------------------------------------------------------------------
-
-
-async def test_what_settles_comes_after_everything_else_of_the_instant_and_before_the_next() -> None:
-    loop, log = loop_of_this(), []
-
-    async def chain() -> None:
-        for link in range(3):
-            await asyncio.sleep(0)
-            log.append(f"link {link}")
-
-    loop.when_settled(lambda: log.append("settled"))
-    loop.call_when(1, log.append, "later")
-    loop.call_when(0, log.append, "due")
-    await asyncio.gather(chain(), loop.sleep_until(2))
-    assert log == ["due", "link 0", "link 1", "link 2", "settled", "later"]
-
-
 @pytest.mark.parametrize("when", ["due", "settled"])
 def test_what_a_simple_callback_raises_ends_the_run(when: str) -> None:
     def fails() -> None:
@@ -183,9 +96,6 @@ def test_what_a_simple_callback_raises_ends_the_run(when: str) -> None:
 
     with pytest.raises(ValueError, match="a bug"):
         run(main())
-
-
-# ---- deadlocks -------------------------------------------------------------------------------------------------------
 
 
 def test_a_deadlock_is_raised_at_once_and_lists_the_first_waiting_tasks() -> None:
@@ -266,3 +176,8 @@ async def test_a_group_of_tasks_is_cancelled_in_the_order_of_its_tasks() -> None
                 tasks.create_task(wait(number))
             tasks.create_task(fail())
     assert order == [*range(20)]
+
+
+async def test_a_call_that_would_wait_is_refused_where_no_caller_can_wait() -> None:
+    with pytest.raises(RuntimeError, match="waits"):
+        at_once(Event().wait())

@@ -1,5 +1,4 @@
-"""Builds a job to tune, and a simulator that knows nothing but the law: fast, and exact about what S and the groups'
-slots allow."""
+"""Builds a job to tune, and a fast simulator that knows nothing but the law."""
 
 from __future__ import annotations
 
@@ -55,8 +54,8 @@ def job(**sections: object) -> Config:
 def simulate_by_law(
     config: Config, profile: Profile, *, updates: int | None, seed: int, bundle: int | None, progress: object = None
 ) -> Simulated:
-    """Returns a run as fast as the law says, if there are slots for as many groups; engines that may hold fewer
-    samples than they compute together, or that exchange weights only when they are idle, lose a tenth each."""
+    """Returns a run as fast as the law and the slots allow. Engines that hold fewer samples than they compute together,
+    or that swap weights only when idle, lose a tenth each."""
     share, per_update = samples_per_rank(config), config.trainer.groups_per_update
     times = stage_times(config, profile, streams=True, recomputes_proximal=False, samples_per_rank=share)
     ahead = min(config.staleness.max_updates + 1, config.buffer.groups / per_update)
