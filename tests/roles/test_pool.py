@@ -8,7 +8,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
-import pytest
 
 from omni_async.plugins.services import ServiceSite
 from omni_async.roles.pool import PoolService
@@ -38,9 +37,7 @@ async def status(address: str, method: str, token: str | None) -> int:
         return response.status
 
 
-async def test_a_worker_answers_those_with_the_token_of_its_start_at_the_address_of_its_site_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_workers_answer_their_token_alone(tmp_path: Path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     caplog.set_level(logging.DEBUG)
     told: list[str] = []

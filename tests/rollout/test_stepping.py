@@ -18,7 +18,7 @@ from omni_async.types import Prompt, SdeWindow
 from tests.rollout.conftest import make_request
 
 
-def test_a_steps_noise_is_that_of_its_number_wherever_the_window_begins():
+def test_noise_depends_on_the_steps_number():
     shape = (3, 4)
     for start in range(3):
         sample = InFlight(make_request(sde_kind="dance", window=SdeWindow(start, 3)), linear(6), shape)
@@ -43,28 +43,24 @@ class SeeingCodec:
         return TensorDict({"means": torch.tensor([image.mean() for image in images])}, batch_size=[])
 
 
-def test_the_same_text_with_other_images_is_another_prompt(tmp_path):
+def test_prompts_are_encoded_once(tmp_path):
     lines = []
-    for number, (name, grey) in enumerate((("a.png", 10), ("b.png", 200), ("copy.png", 10))):
+    for name, grey in (("a.png", 10), ("b.png", 200), ("copy.png", 10)):
         Image.new("RGB", (4, 4), (grey,) * 3).save(tmp_path / name)
-        lines.append(f'{{"prompt": "edit it", "image": "{name}", "number": {number}}}')
+        lines.append(f'{{"prompt": "edit it", "image": "{name}", "number": {len(lines)}}}')
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
-    codec = SeeingCodec()
-    cache = ConditioningCache(codec)
+    cache = ConditioningCache(codec := SeeingCodec())
     requests = [make_request(prompt=one) for one in load_prompts(str(tmp_path / "p.jsonl"), "data.prompts", 100)]
     assert [cache.of(request)[0]["means"].tolist() for request in requests * 2] == [[10.0], [200.0], [10.0]] * 2
     assert len(codec.asked) == 2  # the copy has the same bytes
-
-
-def test_a_prompt_is_encoded_once_and_the_negative_one_only_where_it_guides():
-    cache = ConditioningCache(codec := SeeingCodec())
+    codec.asked.clear()
     unguided, guided = make_request(negative_prompt="blur"), make_request(negative_prompt="blur", true_cfg_scale=4.0)
     for request in (unguided, guided, unguided, guided):
         cache.of(request)
     assert codec.asked == [(unguided.prompt.text, None), (guided.prompt.text, "blur")]
 
 
-def test_what_is_kept_is_bounded_by_bytes_and_the_prompt_not_asked_for_the_longest_goes_first():
+def test_the_cache_is_bounded_by_bytes():
     class Wide(SeeingCodec):
         def encode(self, prompt: Prompt, spec: Any) -> TensorDict:
             super().encode(prompt, spec)
@@ -77,7 +73,7 @@ def test_what_is_kept_is_bounded_by_bytes_and_the_prompt_not_asked_for_the_longe
     assert tight.of(make_request())[0] is tight.of(make_request())[0], "one is always kept: a group's samples share it"
 
 
-def test_samples_of_other_sizes_share_conditioning_that_does_not_depend_on_it():
+def test_other_sizes_may_share_conditioning():
     class Reads(SeeingCodec):
         def conditioning_key(self, spec: Any) -> Any:
             return spec.guided, spec.negative_prompt
@@ -88,7 +84,7 @@ def test_samples_of_other_sizes_share_conditioning_that_does_not_depend_on_it():
     assert len(codec.asked) == 2
 
 
-def test_a_version_is_taken_once_and_by_its_number():
+def test_versions_are_taken_once():
     staged: StagedVersion[str] = StagedVersion("rollout-0")
     with pytest.raises(EngineError, match=r"^rollout-0: asked for version 1, staged is None$"):
         staged.take(1)
