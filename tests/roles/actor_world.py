@@ -34,16 +34,11 @@ from omni_async.types import (
     ReadySample,
     SampleDrift,
     SampleRequest,
-    SampleResult,
     Score,
     ScoreJob,
-    ScoreResult,
-    ScorerReport,
     SdeWindow,
-    Span,
     TensorSpec,
     TrainGroup,
-    UpdateReport,
     VersionSpans,
     WeightManifest,
     WeightReport,
@@ -87,6 +82,19 @@ async def failure_of(work: Awaitable[Any]) -> BaseException:
     return caught.value
 
 
+def hook(owner: Any, name: str, before: Any = None, after: Any = None) -> None:
+    """Has an async method await `before()` first, and return `after(result)`."""
+    call = getattr(owner, name)
+
+    async def hooked(*given: Any) -> Any:
+        if before:
+            await before()
+        result = await call(*given)
+        return after(result) if after else result
+
+    setattr(owner, name, hooked)
+
+
 def make_request(number: int, **changes: Any) -> SampleRequest:
     request = SampleRequest(
         sample_id=f"g0.s{number}",
@@ -113,7 +121,6 @@ def make_group(
     number: int,
     rewards: list[float],
     trajectories: list[Any] | None = None,
-    window: range = range(1, 3),
     *,
     prompt: int | None = None,
     values: list[tuple[float, ...]] | None = None,
@@ -123,13 +130,13 @@ def make_group(
     if trajectories is None:
         trajectories = [f"trajectory {number}.{i}" for i in range(len(rewards))]
     scores = [Score(reward, values=values[i] if values else ()) for i, reward in enumerate(rewards)]
-    spans = VersionSpans.of((0,) * len(window) if versions is None else versions)
+    spans = VersionSpans.of((0, 0) if versions is None else versions)
     samples = tuple(
         ReadySample(f"g{number}.s{i}", trajectory, None, score, spans)
         for i, (trajectory, score) in enumerate(zip(trajectories, scores, strict=True))
     )
     index = number if prompt is None else prompt
-    return ReadyGroup(number, Prompt(index, f"prompt {index}"), SdeWindow(window.start, len(window)), 0, samples)
+    return ReadyGroup(number, Prompt(index, f"prompt {index}"), SdeWindow(1, 2), 0, samples)
 
 
 def make_snapshot(version: int, release: Callable[[], None] = lambda: None) -> Snapshot:
@@ -151,25 +158,19 @@ def kept(where: str, skip: int = 0, may_refuse: bool = False) -> Any:
 
 
 class Desk:
-    """The coordinator as one role sees it: a queue of work of each kind, and the results handed in. `close` ends the
-    run."""
+    """The coordinator as a role sees it: queues of work, and records of calls. `close` ends the run."""
 
     def __init__(self) -> None:
-        self.requests, self.jobs, self.groups = list[SampleRequest](), list[ScoreJob](), list[ReadyGroup]()
-        self.closed = False
-        self.asked: list[tuple[int, int]] = []
-        self.reports, self.failed = list[list[SampleResult]](), list[tuple[str, str]]()
-        self.scored_batches: list[list[ScoreResult]] = []
-        self.wrong: list[str] = []  # reasons reported about scorers
+        self.requests, self.jobs, self.groups = [], [], []
+        self.asked, self.reports, self.failed, self.scored_batches, self.wrong = [], [], [], [], []
+        self.gone, self.lost = [], []  # groups, engines
+        self.updates, self.announced, self.held = [], [], []
+        self.waiting, self.taken_up = [], []  # groups for a checkpoint, and from one
+        self.scorers, self.timelines, self.phases, self.log = [], [], [], []
+        self.addresses = {}  # of services
         self.fields: tuple[str, ...] = ()
         self.version = 0  # before the first update
-        self.waiting = list[ReadyGroup]()  # for a checkpoint
-        self.taken_up = list[list[ReadyGroup]]()
-        self.gone, self.lost = list[tuple[int, str]](), list[tuple[str, str]]()  # groups, engines
-        self.updates, self.held = list[UpdateReport](), list[WeightReport]()
-        self.announced, self.scorers = list[tuple[int, str]](), list[list[ScorerReport]]()
-        self.timelines, self.phases, self.log = list[list[Span]](), list[str](), list[str]()
-        self.addresses: dict[str, str] = {}  # of services
+        self.closed = False
         self.refuses: Exception | None = None  # raised by `samples_done` and `report_spans`
         self._event = Event()
 
@@ -184,11 +185,11 @@ class Desk:
     report_scorers = kept("scorers", skip=1)
 
     @property
-    def done(self) -> list[SampleResult]:
+    def done(self) -> list[Any]:
         return [result for report in self.reports for result in report]
 
     @property
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[Any]:
         return [span for timeline in self.timelines for span in timeline]
 
     def offer(self, *work: Any) -> None:
@@ -230,13 +231,13 @@ class Desk:
         await self.until(lambda: self.closed)
 
     @property
-    def scores(self) -> dict[str, ScoreResult]:
+    def scores(self) -> dict[str, Any]:
         return {result.sample_id: result for batch in self.scored_batches for result in batch}
 
     async def require_fields(self, fields: tuple[str, ...]) -> None:
         self.fields = fields
 
-    async def update_done(self, report: UpdateReport) -> bool:
+    async def update_done(self, report: Any) -> bool:
         self.updates.append(report)
         self.log.append(f"update {report.version}")
         self._event.notify()
@@ -246,7 +247,7 @@ class Desk:
         self.announced.append((version, digest))
         self.log.append(f"announce {version}")
 
-    async def engine_holds(self, report: WeightReport) -> None:
+    async def engine_holds(self, report: Any) -> None:
         self.held.append(report)
         self.log.append(f"{report.engine} holds {report.version}")
         self._event.notify()
@@ -275,17 +276,15 @@ class LossyStore(LocalStore):
 
 
 class HandEngine:
-    """An engine whose samples finish when the test decides. A sample's steps carry the versions held at its start and,
-    last, at its end."""
+    """An engine whose samples finish when the test decides; the last step is of the version held then."""
 
     name = "rollout-0"
 
     def __init__(self) -> None:
         self.running: dict[str, asyncio.Future[None]] = {}
         self.started: list[str] = []
-        self.swaps: list[tuple[int, list[str]]] = []  # version, what ran during the swap
-        self.version = 0
-        self.closed = 0
+        self.swaps: list[tuple[int, list[str]]] = []  # versions, and the samples that ran during the swap
+        self.version = self.closed = 0
         self.arrives: str | None = None  # another digest than the published one
         self.swap_gate: asyncio.Event | None = None
 
@@ -427,8 +426,6 @@ class AccountingRank:
         if self.writes:
             (self._folder / "theta").write_text(str(self.theta))
 
-
-# ---- one update ----------------------------------------------------------------------------------------------------
 
 REWARDS = [[0.1, 0.9, 0.4, 0.3], [2.0, 1.0, 1.5, 0.0], [0.2, 0.2, 0.3, 0.7], [1.0, 3.0, 2.0, 2.5]]
 GROUP_STD = {"algorithm.advantage": {"std": "group"}}

@@ -126,27 +126,11 @@ async def test_leases_fill_the_engine():
         assert all(1 <= free <= capacity == 4 for free, capacity in desk.asked)
         assert engine.started == [f"g0.s{i}" for i in range(10)]
         assert desk.phases == ["rollout-0: attention SDPA"]
-
-
-async def test_finished_samples_have_versions_and_media():
-    async with on_stage(offered=1) as (_, engine, desk, _):
-        engine.version = 2
-        validation = make_request(2, window=None, kind="validation")
-        desk.offer(make_request(1), validation, make_request(3, window=None))
-        await settle()
-        engine.version = 3  # for the last step
-        await engine.finish(0, 1, 2, 3)
-        spans = {result.sample_id: (result.version, result.step_versions.spans) for result in desk.done}
-        assert spans == {
-            "g0.s0": (0, ((0, 2),)),
-            "g0.s1": (2, ((2, 2),)),
-            "g0.s2": (2, ()),  # nothing is trained
-            "g0.s3": (2, ((2, 4), (3, 1))),  # all steps are
-        }
+        await engine.finish(6, 7, 8)
+        assert len(desk.reports[-1]) == 3, "one message"
         image = desk.done[0].media.pixels
         assert image.shape == (32, 48, 3) and image[0, 0].tolist() == [0, 1, 2]
         assert set(desk.done[0].trajectory.keys()) == {"latents"}
-        assert len(desk.reports) == 1, "one message"
 
 
 @pytest.mark.parametrize("error", [ValueError("no such prompt"), TimeoutError("the decoder's socket")])

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -22,7 +21,7 @@ from omni_async.roles.plan import plan_updates
 from omni_async.roles.trainer import Trainer
 from omni_async.roles.update import PolicyGradient
 from omni_async.store import LocalStore, ObjectStore
-from omni_async.types import ReadyGroup, SampleDrift
+from omni_async.types import SampleDrift
 from omni_async.weights.snapshot import Snapshot
 from tests.roles.actor_world import (
     FINAL_LATENTS,
@@ -31,6 +30,7 @@ from tests.roles.actor_world import (
     Desk,
     LossyStore,
     failure_of,
+    hook,
     make_config,
     make_group,
 )
@@ -127,14 +127,12 @@ def test_saves_and_kept_checkpoints(tmp_path):
     rewards = {2: 0.5, 4: 0.9, 6: 0.4, 8: 0.7}
     changes = {"trainer.updates": 9, "checkpoint.every": 3, "checkpoint.keep": 2, "staleness.max_updates": 0}
     stage = Stage(tmp_path, 18, validation={"every": 2, "prompts": "v.txt"}, **changes)
-    continuation = stage.desk.continuation
 
-    async def with_rounds() -> ControlState:
-        state = await continuation()
+    def with_rounds(state: ControlState) -> ControlState:
         rounds = tuple(Round(version, reward) for version, reward in rewards.items() if version < state.version)
         return replace(state, rounds=rounds, validated=rounds[-1].version if rounds else 0)
 
-    stage.desk.continuation = with_rounds
+    hook(stage.desk, "continuation", after=with_rounds)
     stage.play()
     saved = [line for line in stage.desk.log if line.startswith("save")]
     assert saved == [f"save update-{version:06d}" for version in (2, 3, 4, 6, 8, 9)]
@@ -332,19 +330,16 @@ def test_ready_groups_are_kept_and_taken_up(tmp_path):
 async def test_training_continues_while_a_checkpoint_is_written(tmp_path):
     stage = Stage(tmp_path, 6, prompts=1, **TRACKED, **EACH, **{"trainer.updates": 3})
     writing, written = asyncio.Event(), asyncio.Event()
-    end_save = stage.ranks[0].end_save
 
     async def slowly() -> None:
         writing.set()
         await written.wait()
-        await end_save()
 
-    stage.ranks[0].end_save = slowly
+    hook(stage.ranks[0], "end_save", before=slowly)
     await stage.trainer.start()
     run = asyncio.create_task(stage.trainer.run())
     await writing.wait()
     await settle()
-    # One at a time, beside the next update.
     assert "update 2" in stage.desk.log and "save update-000002" not in stage.desk.log
     written.set()
     await run
@@ -359,13 +354,12 @@ def test_failed_checkpoints_are_reported(tmp_path, failed, why):
     stage.ranks[0].disk_is_full = failed == 1
     if failed == 2:
         (tmp_path / ".update-000002.partial").write_text("in the way of a folder")
-    phase = stage.desk.phase
 
-    async def record(text: str) -> None:
-        await phase(text)
-        stage.ranks[0].disk_is_full = "could not be written" not in text and stage.ranks[0].disk_is_full
+    def space_is_back(_: None) -> None:
+        if "could not be written" in stage.desk.phases[-1]:
+            stage.ranks[0].disk_is_full = False
 
-    stage.desk.phase = record
+    hook(stage.desk, "phase", after=space_is_back)
     stage.play()
     (warning,) = [text for text in stage.desk.phases if text.startswith("warning")]
     assert f"checkpoint update-{failed:06d} could not be written ({why}" in warning
@@ -376,31 +370,24 @@ def test_failed_checkpoints_are_reported(tmp_path, failed, why):
 def test_weights_unknown_to_the_ledger_are_not_saved(tmp_path):
     """Ends the run before the update, whose groups are made again."""
     stage = Stage(tmp_path, 4, **EACH, **{"trainer.updates": 2})
-    continuation = stage.desk.continuation
-
-    async def as_of_the_end() -> ControlState:
-        return msgspec.structs.replace(await continuation(), version=1)
-
-    stage.desk.continuation = as_of_the_end
+    hook(stage.desk, "continuation", after=lambda state: replace(state, version=1))
     stage.play()
     assert stage.kept == ["update-000001"]
 
 
 def test_a_failed_update_lets_a_checkpoint_finish(tmp_path):
     stage = Stage(tmp_path, 4, **EACH, **{"trainer.updates": 2})
-    end_save, add = stage.ranks[0].end_save, stage.trainer._add
 
     async def slowly() -> None:
         for _ in range(50):
             await settle()
-        await end_save()
 
-    async def fails(update: Any, group: ReadyGroup) -> None:
+    async def fails() -> None:
         if stage.trainer._version == 1:
             raise ValueError("a group that cannot be trained")
-        await add(update, group)
 
-    stage.ranks[0].end_save, stage.trainer._add = slowly, fails
+    hook(stage.ranks[0], "end_save", before=slowly)
+    hook(stage.trainer, "_add", before=fails)
     with pytest.raises(ValueError, match="cannot be trained"):
         stage.play()
     assert stage.kept == ["update-000001"]
@@ -409,15 +396,13 @@ def test_a_failed_update_lets_a_checkpoint_finish(tmp_path):
 @pytest.mark.parametrize("group", [1, 2])
 def test_preemption_abandons_the_update_and_saves(tmp_path, group):
     stage = Stage(tmp_path, 4, **{"trainer.streaming": "off", "trainer.updates": 2})
-    fetch, fetched = stage.ranks[0].fetch, list[int]()
+    fetched = stage.ranks[0].fetched
 
-    async def fetch_and_preempt(*arguments: Any) -> None:
-        await fetch(*arguments)
-        fetched.append(arguments[0])
-        if len(fetched) == group:
+    async def preempt() -> None:
+        if len(fetched) == group - 1:
             await stage.trainer.preempt()
 
-    stage.ranks[0].fetch = fetch_and_preempt
+    hook(stage.ranks[0], "fetch", before=preempt)
     stage.play()
     assert len(fetched) == group and stage.desk.updates == [] and stage.kept == ["update-000000"]
 
@@ -437,15 +422,11 @@ def test_operations_per_second(tmp_path, counted, first, later):
     """Two groups of a second each make an update's operations on two ranks; an export takes another second."""
     metrics = {key: value for key, value in counted.items() if value is not None}
     stage = Stage(tmp_path, 4, ranks=2, metrics=[metrics] * 2, **{"trainer.updates": 2})
-    rank = stage.ranks[0]
 
-    def takes_a_second(call: Any) -> Any:
-        async def slowly(*args: Any) -> Any:
-            stage.trainer.clock.advance(1.0)
-            return await call(*args)
+    async def a_second() -> None:
+        stage.trainer.clock.advance(1.0)
 
-        return slowly
-
-    rank.accumulate, rank.export = takes_a_second(rank.accumulate), takes_a_second(rank.export)
+    for name in ("accumulate", "export"):
+        hook(stage.ranks[0], name, before=a_second)
     found = [report.metrics for report in stage.play().desk.updates]
     assert found == [{"loss": 1.0, **first}, {"loss": 2.0, **first, **later}]

@@ -30,17 +30,14 @@ FAKE = Path(__file__).with_name("fake_vllm.py")
 QWEN = Server(name="qwen", model="/models/qwen", args=("--max-model-len", "1024"))
 
 
-def server_of(folder: Path, behaviour: str, server: Server = QWEN, told: list[str] | None = None) -> VllmServer:
-    async def tell(text: str) -> None:
-        if told is not None:
-            told.append(text)
+async def nothing(*_: Any) -> dict[str, str]:
+    return {}
 
-    async def addresses(role: str) -> dict[str, str]:
-        return {}
 
-    site = ServiceSite("qwen-0", 0, None, None, "127.0.0.1", tell, addresses)
+def server_of(folder: Path, behaviour: str, server: Server = QWEN, tell: Any = nothing) -> VllmServer:
+    site = ServiceSite("qwen-0", 0, None, None, "127.0.0.1", tell, nothing)
     made = VllmServer(site, server, folder / "servers")
-    made._command = lambda port: [sys.executable, str(FAKE), behaviour, str(port)]  # type: ignore[method-assign]
+    made._command = lambda port: [sys.executable, str(FAKE), behaviour, str(port)]
     return made
 
 
@@ -52,7 +49,11 @@ def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_server_starts_keeps_its_token_secret_and_is_lost_with_its_process(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_server, "_ASK_S", 0.01)
     told: list[str] = []
-    made, other = server_of(tmp_path, "well", told=told), server_of(tmp_path, "well")
+
+    async def tell(text: str) -> None:
+        told.append(text)
+
+    made, other = server_of(tmp_path, "well", tell=tell), server_of(tmp_path, "well")
     assert len(made._token) >= 32 and made._token != other._token
     command, tried = made._command, list[int]()
 
@@ -120,7 +121,7 @@ async def test_a_taken_port_costs_one_more_start(tmp_path: Path, often: int, ans
         ports.append(port)
         return command(port)
 
-    made._command = stolen  # type: ignore[method-assign]
+    made._command = stolen
     try:
         if often == 1:
             assert (await made.start()).endswith(f":{ports[1]}") and ports[0] != ports[1]
@@ -235,12 +236,10 @@ asyncio.run(main())
     assert server.wait(timeout=PATIENCE) is None or not server.is_running()
 
 
-def test_what_vllm_is_given(tmp_path: Path) -> None:
+def test_command_and_environment(tmp_path: Path):
     made = VllmServer(server_of(tmp_path, "well")._site, QWEN, tmp_path)
-    assert made._command(80)[1:3] == ["-m", "omni_async.roles.vllm_process"]
     own = "--model /models/qwen --served-model-name qwen --port 80 --host 127.0.0.1 --uvicorn-log-level warning"
-    own += " --max-model-len 1024"
-    assert " ".join(made._command(80)[3:]) == own
+    assert " ".join(made._command(80)[3:]) == f"{own} --max-model-len 1024"
     found = made._environment({"PATH": "/bin"})
     assert (found["PATH"], found["VLLM_API_KEY"], found["HF_HUB_OFFLINE"]) == ("/bin", made._token, "1")
     assert found["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"

@@ -26,7 +26,7 @@ from tests.simulation.simulation_world import make_profile
 pytestmark = pytest.mark.virtual_time
 
 PROFILE = msgspec.structs.replace(
-    make_profile(generate=(2.0, 2.0), publish=3.0, swap=0.5, switch=7.0),
+    make_profile(generate=(2.0, 2.0), publish=3.0, swap=0.5),
     payload=Payload(trajectory=5000, media=300, weights=100),
 )
 
@@ -49,9 +49,9 @@ async def started(engine: EmulatedEngine) -> AsyncIterator[EmulatedEngine]:
         await engine.close()
 
 
-def replaying(name: str = "rollout-0", seed: int = 1, takes_turns: bool = False, **profile: Any) -> Any:
+def replaying(name: str = "rollout-0", seed: int = 1, **profile: Any) -> Any:
     replayed = msgspec.structs.replace(PROFILE, **profile)
-    times = ReplayedTimes(name, replayed, seed, max_batch=4, takes_turns=takes_turns)
+    times = ReplayedTimes(name, replayed, seed, max_batch=4)
     return started(EmulatedEngine(name, times, RandomPayload(replayed.payload, seed), max_batch=4))
 
 
@@ -75,37 +75,6 @@ async def ends(*works: Coroutine[Any, Any, Any]) -> list[float]:
     return list(await asyncio.gather(*(end(work) for work in works)))
 
 
-async def test_samples_wait_for_the_next_job():
-    async with replaying() as engine:
-        both = engine.generate(request(0)), later(0.004, engine.generate(request(1)))  # a message later: one batch
-        other = make_request(2, num_inference_steps=5)
-        works = *both, later(1.0, engine.generate(request(3))), later(2.0, engine.generate(other))
-        assert await ends(*works) == pytest.approx([6.0, 6.0, 10.0, 14.0])
-
-
-async def test_a_swap_at_a_boundary():
-    manifest, buckets = weights(1)
-    async with replaying() as engine:
-        loop = asyncio.get_running_loop()
-        making = asyncio.create_task(engine.generate(request(0)))
-        assert await engine.stage(manifest, buckets) == manifest.digest
-        staged = loop.time()
-        report = await engine.swap(1)
-        swapped = loop.time()
-        assert (report.version, report.digest, report.staged_s) == (1, manifest.digest, 3.0)
-        trajectory = await making
-        # Steps of 0.4 s: version 1 is staged at 3.0, the next step begins at 3.2, the job ends 0.5 s later.
-        assert (staged, swapped, loop.time()) == pytest.approx((3.0, 3.7, 4.5))
-        assert trajectory.versions.spans == ((0, 8), (1, 2))
-
-
-@pytest.mark.parametrize(("takes_turns", "times"), [(False, [3.5, 7.5]), (True, [10.5, 14.5])])
-async def test_a_swap_of_an_idle_engine(takes_turns, times):
-    async with replaying(takes_turns=takes_turns) as engine:
-        await engine.stage(*weights(1))
-        assert await ends(engine.swap(1), engine.generate(request(0))) == pytest.approx(times)
-
-
 async def test_publishes_take_all_engines_the_same_time():
     first, *others = (replaying(f"rollout-{i}", publish=ServiceTime(fixed_s=3.0, cv=0.5)) for i in range(3))
     async with first as one, others[0] as two, others[1] as three:
@@ -119,6 +88,10 @@ async def test_damaged_weights_are_refused():
             await engine.stage(*damaged(weights(1)))
         with pytest.raises(EngineError, match="asked for version 1, staged is None"):
             await engine.swap(1)
+        await engine.stage(*weights(2))
+        with pytest.raises(EngineError, match="asked for version 1, staged is 2"):
+            await engine.swap(1)
+        assert (await engine.swap(2)).version == 2
 
 
 async def test_random_times_depend_on_seed_and_engine():

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from PIL import Image
 from tensordict import TensorDict
@@ -12,7 +11,6 @@ from omni_async.data.image_files import read_prompt_image
 from omni_async.data.prompts import load_prompts
 from omni_async.diffusion.sde.noise import step_noise
 from omni_async.diffusion.sde.schedules import linear
-from omni_async.rollout.base import EngineError, StagedVersion
 from omni_async.rollout.stepping import ConditioningCache, InFlight, take_steps
 from omni_async.types import Prompt, SdeWindow
 from tests.rollout.conftest import make_request
@@ -82,16 +80,3 @@ def test_other_sizes_may_share_conditioning():
     for changes in ({}, {"height": 32}, {"true_cfg_scale": 4.0}, {"true_cfg_scale": 3.0}):
         cache.of(make_request(**changes))
     assert len(codec.asked) == 2
-
-
-def test_versions_are_taken_once():
-    staged: StagedVersion[str] = StagedVersion("rollout-0")
-    with pytest.raises(EngineError, match=r"^rollout-0: asked for version 1, staged is None$"):
-        staged.take(1)
-    staged.put(1, "first")
-    staged.put(2, "second")
-    with pytest.raises(EngineError, match=r"^rollout-0: asked for version 1, staged is 2$"):
-        staged.take(1)
-    assert staged.take(2) == "second", "a wrong question takes nothing"
-    with pytest.raises(EngineError, match="staged is None"):
-        staged.take(2)
