@@ -1,5 +1,5 @@
-"""Tests what the emulated reward worker and rank fetch and export. tests/simulation/test_real_roles.py holds whole runs
-to the simulator's times."""
+"""Tests what the emulated rank fetches and exports. tests/simulation/test_real_roles.py holds whole runs to the
+simulator's times."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from omni_async.performance.emulation import SEED_BYTES, random_bytes, seed_of, with_seed
 from omni_async.performance.profile import Payload
 from omni_async.roles.emulated import EmulatedRank
 from omni_async.store import LocalStore
@@ -21,13 +22,13 @@ from tests.simulation.simulation_world import make_profile
 
 pytestmark = pytest.mark.virtual_time
 PROFILE = replace(
-    make_profile(score=(1.0, 0.5), proximal=(0.0, 0.25), train=(0.0, 1.0), step=2.0, export=3.0),
+    make_profile(proximal=(0.0, 0.25), train=(0.0, 1.0), step=2.0, export=3.0),
     payload=Payload(trajectory=64, media=32, weights=2_500_000),
 )
 
 
 class Store(LocalStore):
-    """A store that takes its own time to fetch, and records what was fetched."""
+    """A store that takes time to fetch, and records what was fetched."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
@@ -75,3 +76,10 @@ async def test_versions_are_buckets_of_different_bytes():
     third = await rank.export(2)
     assert third.buckets is first.buckets
     assert len({one.digest for one in (*manifests, third.manifest())}) == 3
+
+
+def test_media_carry_a_seed():
+    media = random_bytes(SEED_BYTES, 0)
+    assert [seed_of(with_seed(media, seed)) for seed in (0, 7)] == [0, 7]
+    with pytest.raises(ValueError, match="emulated media has at least 8 bytes, got 7"):
+        seed_of(media[:-1])

@@ -75,6 +75,14 @@ async def ends(*works: Coroutine[Any, Any, Any]) -> list[float]:
     return list(await asyncio.gather(*(end(work) for work in works)))
 
 
+async def test_samples_wait_for_the_next_job():
+    async with replaying() as engine:
+        both = engine.generate(request(0)), later(0.004, engine.generate(request(1)))  # a message later: one batch
+        other = make_request(2, num_inference_steps=5)
+        works = *both, later(1.0, engine.generate(request(3))), later(2.0, engine.generate(other))
+        assert await ends(*works) == pytest.approx([6.0, 6.0, 10.0, 14.0])
+
+
 async def test_publishes_take_all_engines_the_same_time():
     first, *others = (replaying(f"rollout-{i}", publish=ServiceTime(fixed_s=3.0, cv=0.5)) for i in range(3))
     async with first as one, others[0] as two, others[1] as three:
