@@ -22,7 +22,6 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> HunyuanVideo15Policy:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("words", [1, 301, 302, 5000])
 def test_a_prompt_keeps_all_of_its_tokens_and_no_padding(policy, dtype, words):
-    """Also an odd number above 256, which bfloat16, in which the pipeline gives its masks, does not have."""
     codec = policy.load_codec(dtype)
     text = " ".join(["circle"] * words)
     encoded = codec.encode(Prompt(0, text), SPEC)
@@ -50,7 +49,7 @@ def test_videos_of_a_batch_are_decoded_and_encoded_as_alone(policy):
     assert torch.equal(codec.encode_media(media, SPEC), torch.cat([codec.encode_media([one], SPEC) for one in media]))
 
 
-def test_a_model_that_is_told_two_times_a_step_is_refused(policy, tmp_path):
+def test_meanflow_models_are_refused(policy, tmp_path):
     assert SPEC.problem(Path(policy.path)) is None
     file = build(tmp_path) / "transformer" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"use_meanflow": True}))

@@ -6,9 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +26,7 @@ from omni_async.data.image_files import read_prompt_image
 from omni_async.diffusion.sde.schedules import linear
 from omni_async.plugins.families import find_family
 from omni_async.rollout.diffusers_engine import DiffusersEngine
-from tests.pipelines.families import FAMILIES, NAMES, QWEN_IMAGE, SD3, WAN, Family
+from tests.pipelines.families import FAMILIES, NAMES, QWEN_IMAGE, SD3, WAN
 
 ALL = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.label)
 
@@ -53,7 +51,7 @@ def engine_rows(subject: Subject, engine: DiffusersEngine | None = None) -> list
 
 @pytest.mark.sliced(floor=1)
 @ALL
-def test_a_family_computes_what_its_pipeline_does_and_the_reference_engine_what_the_trainer_does(family, tmp_path):
+def test_families_compute_what_their_pipelines_do(family, tmp_path):
     subject = family.subject(tmp_path)
     rows = [*check_model(subject), *engine_rows(subject)]
     assert [row for row in rows if not row.passed] == []
@@ -75,18 +73,12 @@ def test_vllm_omni_computes_what_the_trainer_does(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_vllm_omni_needs_no_libnuma_which_a_slim_linux_lacks(tmp_path):
+def test_vllm_omni_needs_no_libnuma(tmp_path):
     """z_image is the family whose transformer looks up an operator of vLLM's kernels, which link libnuma."""
-    libraries = tmp_path / "libraries"
-    libraries.mkdir()
-    (libraries / "libnuma.so.1").touch()  # The loader finds this file first and cannot load it.
-    hidden = {"LD_LIBRARY_PATH": str(libraries)}
-    loaded = subprocess.run(
-        [sys.executable, "-c", "import ctypes; ctypes.CDLL('libnuma.so.1')"],
-        env=os.environ | hidden,
-        capture_output=True,
-    )
-    assert loaded.returncode != 0, "the empty library does not hide the system's"
+    (tmp_path / "libnuma.so.1").touch()  # The loader finds this file first and cannot load it.
+    hidden = {"LD_LIBRARY_PATH": str(tmp_path)}
+    load = [sys.executable, "-c", "import ctypes; ctypes.CDLL('libnuma.so.1')"]
+    assert subprocess.run(load, env=os.environ | hidden, capture_output=True).returncode != 0, "it is hidden"
     done = run_parity("z_image", tmp_path, **hidden)
     assert (done.returncode, done.stderr) == (0, "") and "FAILED" not in done.stdout
 
@@ -96,14 +88,12 @@ def test_another_checkpoint_is_refused(family, tmp_path):
     with pytest.raises(ValueError, match="is missing"):
         family.policy(str(tmp_path))
     checkpoint = Path(family.build(tmp_path))
-    assert (
-        json.loads((checkpoint / "model_index.json").read_text())["_class_name"]
-        == find_family(family.name).model_index_class
-    )
+    index = json.loads((checkpoint / "model_index.json").read_text())
+    assert index["_class_name"] == find_family(family.name).model_index_class
 
 
 def test_a_new_thread_rounds_as_this_one_does() -> None:
-    """Engines compute in threads of a pool and are compared to the bit: the cores a product uses must not vary."""
+    """Engines compute in threads of a pool and are compared to the bit."""
     inputs, weights = torch.randn(7, 256), torch.randn(256, 256)
     with ThreadPoolExecutor(1) as pool:
         there = pool.submit(torch.nn.functional.linear, inputs, weights).result()
@@ -161,20 +151,18 @@ class DroppedComponent(Wan22Policy):
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_a_wrong_policy_is_caught(
-    family: Family, wrong: Callable[[str], Any], caught: str, because: str, tmp_path: Path
-) -> None:
+def test_wrong_policies_are_caught(family, wrong, caught, because, tmp_path):
     right = family.subject(tmp_path)
     rows = check_model(Subject(right.case, right.path, wrong(right.path)))
     found = next(row for row in rows if row.check == caught)
     assert not found.passed and because in found.note
 
 
-def test_idle_parameters_are_listed_by_a_pattern_with_or_without_the_last_layer(tmp_path):
+def test_patterns_of_idle_parameters(tmp_path):
     family = SD3.subject(tmp_path)
 
     def listed(*idle: str) -> set[str]:
-        return _idle(Subject(replace(family.case, idle=idle), family.path, family.policy))
+        return _idle(Subject(dataclasses.replace(family.case, idle=idle), family.path, family.policy))
 
     assert listed("transformer.proj_out.*") == {"transformer.proj_out.weight", "transformer.proj_out.bias"}
     last = listed("transformer.transformer_blocks.{last}.attn.add_q_proj.*")
@@ -182,27 +170,11 @@ def test_idle_parameters_are_listed_by_a_pattern_with_or_without_the_last_layer(
 
 
 class Stale(DiffusersEngine):
-    """Says that it has the new version, and keeps the weights of the old one."""
+    """Reports the new version, and keeps the weights of the old one."""
 
     def _swap_in(self, staged: Any) -> Any:
         self._version, self._digest = staged.manifest.version, staged.manifest.digest
         return self._report()
-
-
-def test_an_engine_that_keeps_its_old_weights_or_takes_any_is_caught(tmp_path):
-    subject = SD3.subject(tmp_path)
-    rows = engine_rows(subject, Stale("stale", subject.policy, dtype=torch.float32, max_batch=8, device="cpu"))
-    wrong = {row.check: row.note for row in rows if not row.passed}
-    assert list(wrong) == [
-        "weights in mid-trajectory",
-        "old weights come back",
-        "adapters",
-        "wrong weights are refused",
-    ]
-    assert (
-        "old weights after a push" in wrong["old weights come back"] and wrong["adapters"] == "adapters change nothing"
-    )
-    assert "a version without one parameter" in wrong["wrong weights are refused"]
 
 
 class Deaf(StableDiffusion3Policy):
@@ -215,20 +187,25 @@ class Deaf(StableDiffusion3Policy):
         return codec
 
 
-def test_an_engine_whose_encoder_reads_something_else_is_caught(tmp_path):
+def test_wrong_engines_are_caught(tmp_path):
     subject = SD3.subject(tmp_path)
-    deaf = DiffusersEngine("deaf", Deaf(subject.path), dtype=torch.float32, max_batch=8, device="cpu")
-    assert [row.check for row in engine_rows(subject, deaf) if not row.passed] == ["noise-free samples"]
+    how: dict[str, Any] = {"dtype": torch.float32, "max_batch": 8, "device": "cpu"}
+    rows = engine_rows(subject, Stale("stale", subject.policy, **how))
+    wrong = {row.check: row.note for row in rows if not row.passed}
+    assert [*wrong] == ["weights in mid-trajectory", "old weights come back", "adapters", "wrong weights are refused"]
+    assert "old weights after a push" in wrong["old weights come back"]
+    assert wrong["adapters"] == "adapters change nothing"
+    assert "a version without one parameter" in wrong["wrong weights are refused"]
+    rows = engine_rows(subject, DiffusersEngine("deaf", Deaf(subject.path), **how))
+    assert [row.check for row in rows if not row.passed] == ["noise-free samples"]
 
 
-def test_prompts_carry_the_images_that_a_case_asks_for(tmp_path):
+def test_prompts_carry_the_images_of_a_case(tmp_path):
     bare = dataclasses.replace(SD3.case, image_sizes=((6, 4), None, (4, 8)))
     assert SD3.case.with_images(tmp_path) is SD3.case and not any(tmp_path.iterdir())
     case = bare.with_images(tmp_path)
-    found = [
-        [read_prompt_image(image).image.shape for image in case.request(case.specs[0], n).prompt.images]
-        for n in range(3)
-    ]
+    prompts = [case.request(case.specs[0], n).prompt for n in range(3)]
+    found = [[read_prompt_image(image).image.shape for image in prompt.images] for prompt in prompts]
     assert found == [[(3, 4, 6)], [], [(3, 8, 4)]]
     assert case == bare.with_images(tmp_path), "the same pixels every time"
     asked = Upstream.arguments(SimpleNamespace(not_arguments=()), case.prompts[0], case.specs[0])
@@ -252,7 +229,7 @@ def test_wrong_usage_is_one_line(arguments, why, capsys):
     assert why in capsys.readouterr().err
 
 
-def test_a_recipe_is_compared_by_its_own_checkpoint_and_settings(tmp_path, capfd):
+def test_recipes_are_compared_by_their_own_settings(tmp_path, capfd):
     checkpoint = SD3.build(tmp_path / "checkpoint")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(

@@ -4,9 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -17,7 +15,7 @@ from PIL import Image
 
 from omni_async.config import load
 from omni_async.data.image_files import prompt_image
-from omni_async.types import Prompt
+from omni_async.types import Prompt, PromptImage
 from tests.support.fakes import load_model
 from tests.support.places import ROOT
 
@@ -33,44 +31,19 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Wan22I2VPolicy:
 def prompt_of(tmp_path: Path) -> Callable[..., Prompt]:
     """Makes a prompt with images of the given levels of grey."""
 
-    def make(*levels: int) -> Prompt:
-        images = []
-        for level in levels:
-            file = tmp_path / f"{level}.png"
-            Image.fromarray(np.full((20, 30, 3), level, np.uint8)).save(file)
-            images.append(prompt_image(file, file.name))
-        return Prompt(0, "the digit 7", images=tuple(images))
+    def image(level: int) -> PromptImage:
+        file = tmp_path / f"{level}.png"
+        Image.new("RGB", (30, 20), (level,) * 3).save(file)
+        return prompt_image(file, file.name)
 
-    return make
+    return lambda *levels: Prompt(0, "the digit 7", images=tuple(map(image, levels)))
 
 
-def test_the_image_is_the_first_frame_of_what_is_given_and_grey_is_nothing(policy, prompt_of):
-    codec = policy.load_codec(torch.float32)
-    white, grey = (codec.encode(prompt_of(level), SPEC)["condition"] for level in (255, 128))
-    assert white.shape == (20, 3, 4, 6) and white.dtype == torch.float32
-    given = torch.zeros(4, 3, 4, 6)
-    given[:, 0] = 1
-    assert torch.equal(white[:4], given) and torch.equal(grey[:4], given)
-    first = torch.full((1, 3, 9, 32, 48), 0.0)
-    first[:, :, 0] = 1.0
-    torch.testing.assert_close(white[4:], codec.encode_videos(first)[0])
-    assert not torch.allclose(white[4:, 0], grey[4:, 0], atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("change", "shared"),
-    [
-        ({"height": 48}, False),
-        ({"width": 32}, False),
-        ({"num_frames": 5}, False),
-        ({"guidance_scale": 2.0}, False),
-        ({"fps": 8.0}, True),
-    ],
-)
-def test_an_encoded_image_is_that_of_one_size(policy, change, shared):
-    codec = policy.load_codec(torch.float32)
-    same = codec.conditioning_key(SPEC) == codec.conditioning_key(replace(SPEC, **change))
-    assert same == shared
+def test_an_encoded_image_is_that_of_one_size(policy):
+    key = policy.load_codec(torch.float32).conditioning_key
+    assert key(SPEC) == key(replace(SPEC, fps=8.0))
+    for change in ({"height": 48}, {"width": 32}, {"num_frames": 5}, {"guidance_scale": 2.0}):
+        assert key(SPEC) != key(replace(SPEC, **change))
 
 
 @pytest.mark.parametrize("levels", [(), (0, 255)], ids=["none", "two"])
@@ -88,9 +61,7 @@ def test_a_prompt_that_has_not_one_image_is_refused(policy, prompt_of, levels):
         ("model_index.json", {"expand_timesteps": True}, "does not take the image as channels"),
     ],
 )
-def test_checkpoints_that_are_given_the_image_otherwise_are_refused(
-    file: str, change: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_other_checkpoints_are_refused(file, change, said, tmp_path):
     build(tmp_path)
     assert SPEC.problem(tmp_path) is None
     (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | change))
@@ -100,14 +71,11 @@ def test_checkpoints_that_are_given_the_image_otherwise_are_refused(
         assert "\n" not in str(refused.value)
 
 
-def test_the_experts_part_at_the_checkpoints_own_boundary(policy):
-    assert [policy.component_of(sigma) for sigma in (0.9, 0.89)] == ["transformer", "transformer_2"]
-
-
-def test_the_recipes_adapters_bind_to_both_experts_and_its_noisy_step_to_the_first(policy):
+def test_the_recipe_trains_both_experts(policy):
     recipe = load(ROOT / "recipes" / "wan22_i2v_pickscore" / "flow_grpo_lora.yaml")
     targets = tuple(f".{target}" for target in recipe.model.lora.target_modules)
     bound = Counter(name.split(".")[0] for name, _ in load_model(policy).named_modules() if name.endswith(targets))
     assert bound == {"transformer": 2 * 10, "transformer_2": 2 * 10}  # in two blocks
+    assert [policy.component_of(sigma) for sigma in (0.9, 0.89)] == ["transformer", "transformer_2"]
     sigmas = policy.sigmas(recipe.rollout.num_inference_steps, SPEC)
     assert policy.component_of(float(sigmas[recipe.rollout.sde.window.range[0]])) == "transformer"

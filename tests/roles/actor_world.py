@@ -1,18 +1,17 @@
 """Provides small real counterparts for the roles under test: a coordinator's desk, an engine that the test drives, and
-ranks that record what they are given.
-
-Nothing sleeps: `settle` gives the event loop enough turns for everything that can happen to have happened.
-"""
+ranks that record their calls. Nothing sleeps: `settle` gives the event loop enough turns."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from msgspec.structs import replace
 from omni_async_pipelines.qwen_image.sampling import QwenImageSampling
 from tensordict import TensorDict
 
@@ -24,7 +23,7 @@ from omni_async.config.layout import ParallelLayout
 from omni_async.control.control_state import ControlState
 from omni_async.media import Media
 from omni_async.roles.api import Tracer
-from omni_async.roles.plan import Plan, plan_updates
+from omni_async.roles.plan import plan_updates
 from omni_async.roles.update import Update
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.store import LocalStore, ObjectLost
@@ -34,18 +33,12 @@ from omni_async.types import (
     ReadyGroup,
     ReadySample,
     SampleDrift,
-    SampleKind,
     SampleRequest,
-    SampleResult,
     Score,
     ScoreJob,
-    ScoreResult,
-    ScorerReport,
     SdeWindow,
-    Span,
     TensorSpec,
     TrainGroup,
-    UpdateReport,
     VersionSpans,
     WeightManifest,
     WeightReport,
@@ -66,8 +59,7 @@ PREFERENCES = {
 
 
 def make_config(**changes: Any) -> Config:
-    """Makes a configuration from dotted keys over small defaults, as in `make_config(**{"rollout.max_inflight":
-    3})`."""
+    """Makes a configuration from dotted keys over small defaults."""
     sampling = {"sampling": {"height": 32, "width": 48}, "num_inference_steps": STEPS}
     window = {"window": {"size": 2, "range": [0, STEPS - 1]}}
     sgd = {"name": "sgd", "lr": 1.0, "weight_decay": 0, "max_grad_norm": None}
@@ -83,24 +75,30 @@ def make_config(**changes: Any) -> Config:
     return config
 
 
-async def failure_of(work: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> BaseException:
+async def failure_of(work: Awaitable[Any]) -> BaseException:
     """Returns the exception that ends the work."""
-    try:
-        result = await work
-    except Exception as error:  # noqa: BLE001 (that is the question)
-        return error
-    raise AssertionError(f"it ended well, with {result!r}")
+    with pytest.raises(Exception) as caught:
+        await work
+    return caught.value
 
 
-def make_request(
-    number: int,
-    *,
-    window: SdeWindow | None = SdeWindow(1, 2),  # noqa: B008 (frozen)
-    kind: SampleKind | None = None,
-) -> SampleRequest:
-    return SampleRequest(
+def hook(owner: Any, name: str, before: Any = None, after: Any = None) -> None:
+    """Has an async method await `before()` first, and return `after(result)`."""
+    call = getattr(owner, name)
+
+    async def hooked(*given: Any) -> Any:
+        if before:
+            await before()
+        result = await call(*given)
+        return after(result) if after else result
+
+    setattr(owner, name, hooked)
+
+
+def make_request(number: int, **changes: Any) -> SampleRequest:
+    request = SampleRequest(
         sample_id=f"g0.s{number}",
-        kind=kind or ("train" if window else "validation"),
+        kind="train",
         group=0,
         sample=number,
         prompt=Prompt(0, "a cat"),
@@ -109,9 +107,10 @@ def make_request(
         num_inference_steps=STEPS,
         noise_level=0.7,
         sde_kind="flow",
-        window=window,
+        window=SdeWindow(1, 2),
         fields=("latents",),
     )
+    return replace(request, **changes)
 
 
 def make_job(number: int, text: str = "a cat") -> ScoreJob:
@@ -122,24 +121,22 @@ def make_group(
     number: int,
     rewards: list[float],
     trajectories: list[Any] | None = None,
-    window: range = range(1, 3),
     *,
     prompt: int | None = None,
     values: list[tuple[float, ...]] | None = None,
     versions: tuple[int, ...] | None = None,
 ) -> ReadyGroup:
-    """Makes a group. `prompt` is the prompt's index, `values` each sample's rewards by scorer, `versions` those of
-    every sample's trained steps."""
+    """Makes a group. `values` are each sample's rewards by scorer, `versions` those of every sample's trained steps."""
     if trajectories is None:
         trajectories = [f"trajectory {number}.{i}" for i in range(len(rewards))]
     scores = [Score(reward, values=values[i] if values else ()) for i, reward in enumerate(rewards)]
-    spans = VersionSpans.of((0,) * len(window) if versions is None else versions)
+    spans = VersionSpans.of((0, 0) if versions is None else versions)
     samples = tuple(
         ReadySample(f"g{number}.s{i}", trajectory, None, score, spans)
         for i, (trajectory, score) in enumerate(zip(trajectories, scores, strict=True))
     )
     index = number if prompt is None else prompt
-    return ReadyGroup(number, Prompt(index, f"prompt {index}"), SdeWindow(window.start, len(window)), 0, samples)
+    return ReadyGroup(number, Prompt(index, f"prompt {index}"), SdeWindow(1, 2), 0, samples)
 
 
 def make_snapshot(version: int, release: Callable[[], None] = lambda: None) -> Snapshot:
@@ -148,45 +145,33 @@ def make_snapshot(version: int, release: Callable[[], None] = lambda: None) -> S
     return Snapshot(version, "full", specs, [np.full(1, version, np.uint8)], release=release)
 
 
-def make_manifest(version: int, digest: str | None = None) -> WeightManifest:
-    return WeightManifest(version, "full", digest or f"digest-{version}", ())
-
-
 def kept(where: str, skip: int = 0, may_refuse: bool = False) -> Any:
-    """Makes a call of a `Desk` that keeps what it is given, after the first `skip` arguments, in its list `where`:
-    several arguments as one, and each of several results."""
+    """Makes a call of a `Desk` that appends its arguments, after the first `skip`, to the list `where`."""
 
     async def call(self: Desk, *given: Any) -> None:
         if may_refuse and self.refuses:
             raise self.refuses
-        one = given[skip:] if len(given) > skip + 1 else given[skip]
-        getattr(self, where).extend(one if may_refuse else [one])
+        getattr(self, where).append(given[skip:] if len(given) > skip + 1 else given[skip])
         self._event.notify()
 
     return call
 
 
 class Desk:
-    """The coordinator as one role sees it: a queue of work of each kind, and the results handed in. `close` ends the
-    run."""
+    """The coordinator as a role sees it: queues of work, and records of calls. `close` ends the run."""
 
     def __init__(self) -> None:
-        self.requests, self.jobs, self.groups = list[SampleRequest](), list[ScoreJob](), list[ReadyGroup]()
-        self.closed = False
-        self.asked: list[tuple[int, int]] = []
-        self.done, self.failed = list[SampleResult](), list[tuple[str, str]]()
-        self.scored_batches: list[list[ScoreResult]] = []
-        self.wrong: list[str] = []  # reasons reported about scorers
+        self.requests, self.jobs, self.groups = [], [], []
+        self.asked, self.reports, self.failed, self.scored_batches, self.wrong = [], [], [], [], []
+        self.gone, self.lost = [], []  # groups, engines
+        self.updates, self.announced, self.held = [], [], []
+        self.waiting, self.taken_up = [], []  # groups for a checkpoint, and from one
+        self.scorers, self.timelines, self.phases, self.log = [], [], [], []
+        self.addresses = {}  # of services
         self.fields: tuple[str, ...] = ()
         self.version = 0  # before the first update
-        self.waiting, self.taken_up = list[ReadyGroup](), list[ReadyGroup]()  # what a checkpoint has to keep, and kept
-        self.gone, self.lost = list[tuple[int, str]](), list[tuple[str, str]]()  # groups, engines
-        self.updates, self.held = list[UpdateReport](), list[WeightReport]()
-        self.announced: list[tuple[int, str]] = []
-        self.scorers: list[list[ScorerReport]] = []
-        self.spans, self.phases, self.log = list[Span](), list[str](), list[str]()
-        self.addresses: dict[str, str] = {}  # of services
-        self.refuses: Exception | None = None  # what `samples_done` and `report_spans` raise
+        self.closed = False
+        self.refuses: Exception | None = None  # raised by `samples_done` and `report_spans`
         self._event = Event()
 
     sample_failed = kept("failed", skip=1)
@@ -194,9 +179,18 @@ class Desk:
     phase = kept("phases")
     group_gone = kept("gone")
     engine_lost = kept("lost")
-    samples_done = kept("done", skip=1, may_refuse=True)
-    report_spans = kept("spans", may_refuse=True)
+    take_up = kept("taken_up")
+    samples_done = kept("reports", skip=1, may_refuse=True)
+    report_spans = kept("timelines", may_refuse=True)
     report_scorers = kept("scorers", skip=1)
+
+    @property
+    def done(self) -> list[Any]:
+        return [result for report in self.reports for result in report]
+
+    @property
+    def spans(self) -> list[Any]:
+        return [span for timeline in self.timelines for span in timeline]
 
     def offer(self, *work: Any) -> None:
         for item in work:
@@ -226,6 +220,9 @@ class Desk:
     async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
         return await self._take(self.jobs, limit)
 
+    async def next_groups(self, version: int, needed: int) -> list[ReadyGroup]:
+        return await self._take(self.groups, needed)
+
     async def scorer_wrong(self, reason: str) -> bool:
         self.wrong.append(reason)
         return not self.scores
@@ -234,16 +231,13 @@ class Desk:
         await self.until(lambda: self.closed)
 
     @property
-    def scores(self) -> dict[str, ScoreResult]:
+    def scores(self) -> dict[str, Any]:
         return {result.sample_id: result for batch in self.scored_batches for result in batch}
 
     async def require_fields(self, fields: tuple[str, ...]) -> None:
         self.fields = fields
 
-    async def next_groups(self, version: int, needed: int) -> list[ReadyGroup]:
-        return await self._take(self.groups, needed)
-
-    async def update_done(self, report: UpdateReport) -> bool:
+    async def update_done(self, report: Any) -> bool:
         self.updates.append(report)
         self.log.append(f"update {report.version}")
         self._event.notify()
@@ -253,7 +247,7 @@ class Desk:
         self.announced.append((version, digest))
         self.log.append(f"announce {version}")
 
-    async def engine_holds(self, report: WeightReport) -> None:
+    async def engine_holds(self, report: Any) -> None:
         self.held.append(report)
         self.log.append(f"{report.engine} holds {report.version}")
         self._event.notify()
@@ -261,9 +255,6 @@ class Desk:
     async def continuation(self) -> ControlState:
         version = self.updates[-1].version if self.updates else self.version
         return ControlState(version=version, next_group=77, ready=tuple(self.waiting))
-
-    async def take_up(self, groups: list[ReadyGroup]) -> None:
-        self.taken_up += groups
 
     async def service_ready(self, worker: str, address: str) -> None:
         self.addresses[worker] = address
@@ -285,23 +276,20 @@ class LossyStore(LocalStore):
 
 
 class HandEngine:
-    """An engine whose samples finish when the test decides. A sample's steps carry the versions held at its start and,
-    last, at its end."""
+    """An engine whose samples finish when the test decides; the last step is of the version held then."""
 
     name = "rollout-0"
 
     def __init__(self) -> None:
         self.running: dict[str, asyncio.Future[None]] = {}
         self.started: list[str] = []
-        self.swaps: list[tuple[int, list[str]]] = []  # version, what ran during the swap
-        self.version = 0
-        self.closed = 0
-        self.uses = ""  # the kernels that it reports
-        self.arrives: str | None = None  # digest of what arrives, where it is not the published one
+        self.swaps: list[tuple[int, list[str]]] = []  # versions, and the samples that ran during the swap
+        self.version = self.closed = 0
+        self.arrives: str | None = None  # another digest than the published one
         self.swap_gate: asyncio.Event | None = None
 
     async def start(self) -> WeightReport:
-        return WeightReport(self.name, 0, "", uses=self.uses)
+        return WeightReport(self.name, 0, "", uses="attention SDPA")
 
     async def generate(self, request: SampleRequest) -> Trajectory:
         self.started.append(request.sample_id)
@@ -343,13 +331,9 @@ class HandEngine:
 
 
 class AccountingRank:
-    """Rank `rank` of `world`, of which `sequence` share a sequence, with a model of one number: theta, where the loss
-    of a row of a group's sample i is -weight x advantage x (i + 1) x theta. It takes its share of each group, records
-    all it is given, and takes numbered steps.
-
-    `rows` are trained of a sample. `drifts`, by trajectory, is what it finds when it looks at one. `metrics[n]` is told
-    of step n. Trajectories in `lost` cannot be fetched.
-    """
+    """A rank with a model of one number, theta: the loss of a row of a group's sample i is -weight x advantage x
+    (i + 1) x theta. It records its calls. A sample has `rows` rows. `drifts` are by trajectory, `metrics` by step.
+    Trajectories in `lost` cannot be fetched."""
 
     def __init__(
         self,
@@ -443,23 +427,16 @@ class AccountingRank:
             (self._folder / "theta").write_text(str(self.theta))
 
 
-# ---- one update ----------------------------------------------------------------------------------------------------
-
 REWARDS = [[0.1, 0.9, 0.4, 0.3], [2.0, 1.0, 1.5, 0.0], [0.2, 0.2, 0.3, 0.7], [1.0, 3.0, 2.0, 2.5]]
 GROUP_STD = {"algorithm.advantage": {"std": "group"}}
 FINAL_LATENTS = {"rollout.sde": None, "algorithm.clip_range": None}
 
 
 def make_update(
-    config: Config,
-    ranks: list[Any],
-    version: int = 0,
-    history: RewardHistory | None = None,
-    plan: Plan | None = None,
-    **more: Any,
+    config: Config, ranks: list[Any], version: int = 0, history: RewardHistory | None = None, **more: Any
 ) -> Update:
     tracer = Tracer("trainer", Desk(), ManualClock())
-    return Update(config, plan or plan_updates(config), ranks, tracer, version, history or RewardHistory(), **more)
+    return Update(config, plan_updates(config), ranks, tracer, version, history or RewardHistory(), **more)
 
 
 def run_update(config: Config, ranks: list[Any], groups: list[ReadyGroup], **kwargs: Any) -> dict[str, float]:
@@ -474,8 +451,8 @@ def run_update(config: Config, ranks: list[Any], groups: list[ReadyGroup], **kwa
     return asyncio.run(main())
 
 
-def account(rewards: list[list[float]] = REWARDS, **changes: Any) -> AccountingRank:
-    rank = AccountingRank()
+def account(rewards: list[list[float]] = REWARDS, rank: AccountingRank | None = None, **changes: Any) -> AccountingRank:
+    rank = rank or AccountingRank()
     config = make_config(**{"trainer.groups_per_update": len(rewards), **changes})
     run_update(config, [rank], [make_group(i, values) for i, values in enumerate(rewards)])
     return rank

@@ -29,18 +29,15 @@ def forgets(config: object) -> None:
 @pytest.mark.parametrize(
     ("build", "said"), [("raises", "OSError: no such file"), ("forgets", "expected a Program, got a NoneType")]
 )
-def test_a_rollout_program_that_is_not_built_is_named(monkeypatch, build, said):
+def test_rollout_programs(monkeypatch, build, said):
+    assert builders.built_program(load_text(MINIMAL)) is None
+    assert type(builders.built_program(load_text(MINIMAL, *NAMED))).__name__ == "Refine"
     monkeypatch.setattr(builders, "find_program", lambda name: RolloutProgram(f"{__name__}:{build}"))
     with pytest.raises(RuntimeError, match=f"rollout.program 'refine' was not built: {said}"):
         builders.built_program(load_text(MINIMAL, *NAMED))
 
 
-def test_the_program_of_a_recipe_is_built_and_none_where_it_names_none():
-    assert type(builders.built_program(load_text(MINIMAL, *NAMED))).__name__ == "Refine"
-    assert builders.built_program(load_text(MINIMAL)) is None
-
-
-def test_the_trainer_its_weights_and_services_are_at_the_address_of_their_machine(tmp_path: Path, monkeypatch):
+def test_roles_know_the_address_of_their_machine(tmp_path: Path, monkeypatch):
     inputs = preflight(load(write_emulated(tmp_path)))
     coordinator, _ = control_world.make_coordinator(control_world.make_config())
 

@@ -8,11 +8,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
-import pytest
 
 from omni_async.plugins.services import ServiceSite
 from omni_async.roles.pool import PoolService
 from tests.rewards.server.serving_world import RECORDER
+from tests.roles.actor_world import Desk
 from tests.roles.test_vllm_server import texts_in
 from tests.support.configs import build
 from tests.support.ports import listening_at
@@ -20,15 +20,10 @@ from tests.support.ports import listening_at
 POOLED = {"reward.pools": [{"name": "readers"}], "reward.scorers": [RECORDER | {"pool": "readers"}]}
 
 
-def worker(number: int, host: str, told: list[str]) -> PoolService:
-    async def tell(text: str) -> None:
-        told.append(text)
-
-    async def addresses(role: str) -> dict[str, str]:
-        return {}
-
+def worker(number: int, desk: Desk) -> PoolService:
     config = build({}, POOLED)
-    site = ServiceSite(f"readers-{number}", number, config, None, host, tell, addresses)
+    host = f"127.0.0.{number + 1}"
+    site = ServiceSite(f"readers-{number}", number, config, None, host, desk.phase, desk.service_lost)
     return PoolService(site, config.reward.pools[0])
 
 
@@ -38,13 +33,11 @@ async def status(address: str, method: str, token: str | None) -> int:
         return response.status
 
 
-async def test_a_worker_answers_those_with_the_token_of_its_start_at_the_address_of_its_site_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_workers_answer_their_token_alone(tmp_path: Path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     caplog.set_level(logging.DEBUG)
-    told: list[str] = []
-    workers = [worker(number, f"127.0.0.{number + 1}", told) for number in range(2)]
+    desk = Desk()
+    workers = [worker(number, desk) for number in range(2)]
     try:
         found: list[Any] = [urlsplit(await one.start()) for one in workers]
         assert [listening_at(one.port) for one in found] == [["127.0.0.1"], ["127.0.0.2"]]
@@ -59,4 +52,4 @@ async def test_a_worker_answers_those_with_the_token_of_its_start_at_the_address
         for one in workers:
             await one.close()
     assert not texts_in(tmp_path)
-    assert not [token for token in (first, second) if token in caplog.text + "".join(told)]
+    assert not [token for token in (first, second) if token in caplog.text + "".join(desk.phases)]

@@ -1,5 +1,4 @@
-"""Tests the weight publisher: newest first, announced before delivered, memory kept while it is read; engines that fail
-are lost, and others join. Over weights by broadcast one that is gone fails all: the rest connect again."""
+"""Tests the weight publisher: order, memory, engines that fail or join, and broadcasts that lose a participant."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from tests.support.loops import settle
 
 
 class Receiver:
-    """A producer that takes weights when its gate is open: a parcel as it is, or with a transport's receiver what that
-    brings. `dies_at` is the moment of its death: "join", or a version it is sent."""
+    """A producer that takes weights, by `transport` if given, while its gate is open. It dies at "join" or a
+    version."""
 
     def __init__(self, name: str, transport: CollectiveReceiver | None = None, dies_at: str | int | None = None):
         self.name, self.dies_at = name, dies_at
@@ -62,7 +61,7 @@ class Receiver:
 
 
 class Post:
-    """A sender whose parcels are the bytes themselves; it signals when a version leaves and when it has arrived."""
+    """A sender whose parcels are the bytes themselves."""
 
     one_by_one = True
 
@@ -106,12 +105,11 @@ class Stage:
         return snapshot
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Digests are made in a thread, so counting turns of the loop is not enough."""
-        while not condition():  # noqa: ASYNC110 (conditions of many kinds, none of which rings)
+        while not condition():  # noqa: ASYNC110 (threads make digests)
             await asyncio.sleep(0)
 
     async def held(self, version: int, *names: str) -> None:
-        """Returns when the engines of these names, or all, hold a version that is published now."""
+        """Publishes a version and waits until these engines, or all, hold it."""
         self.publish(version)
         await self.arrived(version, *names)
 
@@ -123,16 +121,16 @@ class Stage:
     def held_by(self) -> list[tuple[str, int]]:
         return [(report.engine, report.version) for report in self.desk.held]
 
+    @property
+    def announced(self) -> list[int]:
+        return [version for version, _ in self.desk.announced]
+
     def received(self, engine: int) -> list[int]:
         return self.receivers[engine].received
 
     async def admit(self, receiver: Receiver | str = "rollout-9") -> None:
         self.receivers.append(Receiver(receiver) if isinstance(receiver, str) else receiver)
         await self.publisher.admit(self.receivers[-1].name, self.receivers[-1])
-
-    @property
-    def announced(self) -> list[int]:
-        return [version for version, _ in self.desk.announced]
 
 
 @asynccontextmanager
@@ -144,7 +142,7 @@ async def on_stage(*engines: Receiver, sender: Any = None, fails: bool = False, 
     await asyncio.gather(stage.run, return_exceptions=True)
 
 
-async def test_a_version_is_announced_then_delivered_to_every_engine_and_their_reports_reach_the_coordinator():
+async def test_versions_are_announced_then_delivered():
     async with on_stage() as stage:
         await settle()
         assert [r.invitations for r in stage.receivers] == [["invitation 0"], ["invitation 1"]]
@@ -160,12 +158,12 @@ async def test_a_version_is_announced_then_delivered_to_every_engine_and_their_r
         assert [len(r.invitations) for r in stage.receivers] == [1, 1], "an engine joins once"
 
 
-async def test_the_newest_version_replaces_a_waiting_one_which_can_be_withdrawn_and_no_other():
+async def test_newer_versions_replace_waiting_ones():
     async with on_stage() as stage:
         stage.publisher.withdraw()
         stage.receivers[1].gate.clear()
         stage.publish(0)
-        await stage.until(lambda: bool(stage.receivers[1].received))
+        await stage.arrived(0, "rollout-0")  # whatever the slow one does
         stage.publisher.withdraw()
         assert stage.released == [], "it has left"
         for version in (1, 2, 3):
@@ -174,38 +172,33 @@ async def test_the_newest_version_replaces_a_waiting_one_which_can_be_withdrawn_
         assert stage.released == [1, 2]
         stage.receivers[1].gate.set()
         await stage.arrived(3)
+        await stage.until(lambda: stage.released == [1, 2, 0])
         assert [stage.received(i) for i in range(2)] == [[0, 3]] * 2
         stage.publish(4)
         stage.publisher.withdraw()
         await settle()
-        assert stage.released[-1] == 4 and stage.announced == [0, 3]
+        assert stage.released == [1, 2, 0, 4] and stage.announced == [0, 3]
 
 
-async def test_memory_is_given_back_only_when_the_last_engine_has_a_newer_version():
-    async with on_stage() as stage:
-        await stage.held(0)
-        stage.receivers[1].gate.clear()
-        stage.publish(1)
-        await stage.until(lambda: len(stage.desk.held) == 3)
-        await settle()
-        assert (stage.held_by[-1], stage.released) == (("rollout-0", 1), []), "the slow one holds back neither"
-        stage.receivers[1].gate.set()
-        await stage.until(lambda: stage.released == [0])
-
-
-@pytest.mark.parametrize("error", [EngineError("wrong digest"), TimeoutError("the child's socket"), TimeoutError()])
-async def test_an_engine_that_fails_is_lost_with_its_reason_and_the_others_hold_the_version(error: Exception):
+@pytest.mark.parametrize("error", [EngineError("wrong digest"), TimeoutError()])
+async def test_failing_engines_are_lost(error: Exception):
     async with on_stage() as stage:
         stage.receivers[0].fails = error
         await stage.held(1, "rollout-1")
         await stage.until(lambda: bool(stage.desk.lost))
         await stage.held(2, "rollout-1")
-        assert (stage.received(0), stage.received(1)) == ([1], [1, 2]), "nothing more is sent to it"
         assert stage.desk.lost == [("rollout-0", f"it did not take version 1: {str(error) or 'TimeoutError'}")]
+        for name in ("rollout-1", "rollout-7"):
+            stage.publisher.remove_engine(name)
+        stage.publish(3)
+        await stage.until(lambda: "sent 3" in stage.desk.log)
+        await stage.admit()
+        assert [stage.received(i) for i in range(3)] == [[1], [1, 2], [3]]
+        assert len(stage.desk.lost) == 1
 
 
 @pytest.mark.virtual_time
-async def test_an_engine_that_answers_late_is_lost_with_the_setting_it_missed():
+async def test_late_engines_are_lost():
     async with on_stage(**{"weights.timeout_s": 600}) as stage:
         stage.receivers[1].gate.clear()
         stage.publish(7)
@@ -213,59 +206,15 @@ async def test_an_engine_that_answers_late_is_lost_with_the_setting_it_missed():
         assert (stage.held_by, stage.desk.lost) == ([("rollout-0", 7)], [])
         await asyncio.sleep(2)
         assert stage.desk.lost == [("rollout-1", "it did not take version 7: not within weights.timeout_s = 600")]
-        assert stage.held_by == [("rollout-0", 7)]
 
 
-async def test_versions_go_on_when_every_engine_is_lost_and_one_that_was_dismissed_gets_nothing_more():
-    async with on_stage() as stage:
-        stage.receivers[0].fails = ConnectionError("the actor died")
-        for name in ("rollout-1", "rollout-7"):
-            stage.publisher.remove_engine(name)
-        for version in (1, 2, 3):
-            stage.publish(version)
-            await stage.until(lambda sent=f"sent {version}": sent in stage.desk.log)
-        assert [name for name, _ in stage.desk.lost] == ["rollout-0"]
-        await stage.admit()
-        assert [stage.received(i) for i in range(3)] == [[1], [], [3]]
-
-
-# ---- engines that join -----------------------------------------------------------------------------------------------
-
-
-async def test_an_engine_that_joins_gets_the_newest_version_or_the_first_and_all_that_follow():
-    async with on_stage() as stage:
-        await stage.admit("rollout-8")
-        await stage.held(0)
-        await stage.held(1)
-        await stage.admit()
-        assert stage.held_by[6:] == [("rollout-9", 1)]
-        await stage.held(2)
-        assert [stage.received(i) for i in (2, 3)] == [[0, 1, 2], [1, 2]]
-        assert stage.received(0) == [0, 1, 2], "nobody else is sent it again"
-        assert stage.announced == [0, 1, 2]
-
-
-async def test_an_engine_that_joins_while_a_version_is_on_its_way_gets_that_one():
-    async with on_stage() as stage:
-        await stage.held(1)
-        stage.receivers[0].gate.clear()
-        stage.publish(2)
-        await stage.until(lambda: stage.received(0) == [1, 2])
-        joining = asyncio.create_task(stage.admit())
-        await settle()
-        assert stage.received(2) == [] and not joining.done()
-        stage.receivers[0].gate.set()
-        await joining
-        assert stage.received(2) == [2]
-
-
-async def test_a_joiner_that_refuses_is_an_error_of_its_own_and_one_that_nothing_can_be_sent_to_leaves_the_version():
+async def test_failed_joins():
     async with on_stage() as stage:
         await stage.held(1)
         refusing = Receiver("rollout-9")
         refusing.fails = EngineError("no memory")
-        error = await failure_of(stage.admit(refusing))
-        assert type(error) is EngineError and "rollout-9" in str(error)
+        with pytest.raises(EngineError, match="rollout-9"):
+            await stage.admit(refusing)
         assert stage.desk.lost == [("rollout-9", "it did not take version 1: no memory")]
         stage.sender.fails = TransportError("no space left")
         assert await failure_of(stage.admit("rollout-10")) is stage.sender.fails
@@ -277,17 +226,15 @@ async def test_a_joiner_that_refuses_is_an_error_of_its_own_and_one_that_nothing
         assert refusing.received == [1]
 
 
-async def test_two_sets_of_memory_are_enough_whoever_is_slow_or_joins():
-    """Withdraws, exports into memory that is free, and hands it over, as the trainer does, at every state of the
-    others."""
+async def test_two_sets_of_memory_are_enough():
+    """Withdraws, exports and publishes as the trainer does, while receivers are slow and join."""
     async with on_stage() as stage:
         alive: set[int] = set()
-        largest = 0
         joining: list[asyncio.Task[None]] = []
         for version in range(24):
             stage.publisher.withdraw()
             alive.add(version)
-            largest = max(largest, len(alive))
+            assert len(alive) <= 2
             stage.publisher.publish(make_snapshot(version, release=lambda version=version: alive.remove(version)))
             if version % 5 == 1:
                 stage.receivers[0].gate.clear()
@@ -301,11 +248,10 @@ async def test_two_sets_of_memory_are_enough_whoever_is_slow_or_joins():
         stage.receivers[0].gate.set()
         await asyncio.gather(*joining)
         await stage.until(lambda: alive == {23})
-        assert largest == 2
         assert {stage.received(i)[-1] for i in range(len(stage.receivers))} == {23}
 
 
-async def test_a_joiner_that_is_slow_keeps_its_version_and_the_trainer_still_needs_no_third_set():
+async def test_slow_joiners_need_no_third_set():
     async with on_stage() as stage:
         await stage.held(1)
         joiner = Receiver("rollout-9")
@@ -324,7 +270,7 @@ async def test_a_joiner_that_is_slow_keeps_its_version_and_the_trainer_still_nee
 
 
 @pytest.mark.parametrize("error", [TransportError("no space left"), OSError("the disk is gone"), KeyError("a bug")])
-async def test_a_version_that_cannot_be_sent_or_told_of_ends_the_run_with_the_reason(error: Exception):
+async def test_failing_sends_and_reports_end_the_run(error: Exception):
     async with on_stage(fails=True) as stage:
 
         async def fails(_: WeightReport) -> None:
@@ -338,11 +284,7 @@ async def test_a_version_that_cannot_be_sent_or_told_of_ends_the_run_with_the_re
         assert await failure_of(stage.run) is error
 
 
-# ---- by broadcast ----------------------------------------------------------------------------------------------------
-
-# Nothing here waits for it: whoever dies closes its connections, and that ends the others' waits. A machine that stands
-# still for a while must not make the living look dead.
-TIMEOUT_S = 60.0
+TIMEOUT_S = 60.0  # nothing waits for it: a death closes connections
 
 
 def participant(name: str, dies_at: str | int | None = None) -> Receiver:
@@ -354,39 +296,21 @@ def by_broadcast(*participants: Receiver) -> AbstractAsyncContextManager[Stage]:
     return on_stage(*participants, sender=sender, **{"weights.timeout_s": TIMEOUT_S})
 
 
-@pytest.mark.parametrize("others", [1, 2])
-@pytest.mark.parametrize("position", [0, 1])
-async def test_when_one_dies_the_rest_connect_again_and_get_the_version(position: int, others: int) -> None:
-    rest, dead = [participant(f"rollout-{i}") for i in range(others)], participant("dead", dies_at=1)
+@pytest.mark.parametrize("dies_at", ["join", 1])
+@pytest.mark.parametrize(("position", "others"), [(0, 1), (0, 2), (1, 1), (1, 2)])
+async def test_the_rest_connect_again(position: int, others: int, dies_at: Any):
+    rest, dead = [participant(f"rollout-{i}") for i in range(others)], participant("dead", dies_at)
     names = [one.name for one in rest]
     async with by_broadcast(*rest[:position], dead, *rest[position:]) as stage:
-        await stage.held(0, "dead", *names)
+        await stage.held(0, *names, *(["dead"] if dies_at == 1 else []))
         await stage.held(1, *names)
         await stage.held(2, *names)
-    assert stage.desk.lost == [("dead", "it did not take version 1: the actor died")]
-    assert dead.received == [0] and [one.received[-1] for one in rest] == [2] * others
+    missed = "take version 1" if dies_at == 1 else "join the weight transport"
+    assert stage.desk.lost == [("dead", f"it did not {missed}: the actor died")]
+    assert [one.received[-1] for one in rest] == [2] * others
 
 
-async def test_one_that_dies_before_it_has_joined_is_lost_and_the_rest_form_the_group() -> None:
-    async with by_broadcast(participant("dead", dies_at="join"), participant("rollout-0")) as stage:
-        await stage.held(0, "rollout-0")
-        assert stage.desk.lost == [("dead", "it did not join the weight transport: the actor died")]
-        assert stage.received(1) == [0]
-
-
-async def test_one_that_joins_forms_the_group_anew_with_all_the_others_and_one_dismissed_is_not_waited_for() -> None:
-    async with by_broadcast(participant("rollout-0")) as stage:
-        await stage.held(0)
-        await stage.admit(participant("rollout-1"))
-        await stage.arrived(0)
-        await stage.held(1)
-        assert [len(one.invitations) for one in stage.receivers] == [2, 1] and stage.received(1) == [0, 1]
-        stage.publisher.remove_engine("rollout-1")
-        await stage.held(2, "rollout-0")
-        assert stage.desk.lost == [] and stage.received(1) == [0, 1]
-
-
-async def test_when_all_have_died_the_next_that_joins_gets_the_newest_version() -> None:
+async def test_joins_and_removals_form_the_group_again():
     async with by_broadcast(participant("dead", dies_at=1)) as stage:
         await stage.held(0)
         stage.publish(1)
@@ -394,4 +318,11 @@ async def test_when_all_have_died_the_next_that_joins_gets_the_newest_version() 
         stage.publish(2)
         await stage.admit(participant("rollout-1"))
         await stage.arrived(2, "rollout-1")
-        assert stage.announced == [0, 1, 2]
+        await stage.admit(participant("rollout-2"))
+        await stage.arrived(2, "rollout-1", "rollout-2")
+        await stage.held(3, "rollout-1", "rollout-2")
+        assert [len(one.invitations) for one in stage.receivers] == [1, 2, 1]
+        stage.publisher.remove_engine("rollout-2")
+        await stage.held(4, "rollout-1")
+        assert stage.announced == [0, 1, 2, 3, 4] and len(stage.desk.lost) == 1
+        assert (stage.received(1)[-1], stage.received(2)) == (4, [2, 3])

@@ -1,5 +1,4 @@
-"""Tests one update: streaming changes no gradient, and every rank is given what it needs. What a real rank makes of
-that is tested in tests/training, and whole runs against a synchronous loop in tests/e2e."""
+"""Tests one update: streaming changes no gradient, and every rank gets what it needs. tests/training has real ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ from omni_async.types import SampleDrift
 from tests.roles.actor_world import (
     FINAL_LATENTS,
     GROUP_STD,
-    PREFERENCES,
     REWARDS,
     STEPS,
     AccountingRank,
@@ -29,21 +27,11 @@ from tests.roles.actor_world import (
 )
 
 
-class Drifts(dict[str, SampleDrift]):
-    """None of any sample."""
-
-    def __missing__(self, trajectory: str) -> SampleDrift:
-        return SampleDrift((0.0, 0.0), None, 24)
-
-
-# ---- groups that cannot be read --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, GROUP_STD, {"trainer.streaming": "off"}, {"algorithm.correction": {"mode": "decoupled"}}]
-)
-def test_a_group_that_one_rank_cannot_read_leaves_the_update_as_it_was(changes):
-    ranks = [AccountingRank(rank=r, world=2, drifts=Drifts()) for r in range(2)]
+@pytest.mark.parametrize("changes", [{}, {"algorithm.correction": {"mode": "decoupled"}}])
+def test_an_unreadable_group_changes_nothing(changes):
+    samples = [f"{again} {group}.{i}" for again in ("again", "trajectory") for group in range(2) for i in range(4)]
+    drifts = dict.fromkeys(samples, SampleDrift((0.0, 0.0), None, 24))
+    ranks = [AccountingRank(rank=r, world=2, drifts=drifts) for r in range(2)]
     ranks[1].lost = {"trajectory 0.3"}
 
     async def main() -> dict[str, float]:
@@ -62,35 +50,51 @@ def test_a_group_that_one_rank_cannot_read_leaves_the_update_as_it_was(changes):
     assert [rank.step_weights for rank in ranks] == [pytest.approx([0.5])] * 2
 
 
-# ---- streaming changes no gradient -----------------------------------------------------------------------------------
-
-
 DPO = {**FINAL_LATENTS, "algorithm.name": "diffusion_dpo", "algorithm.dpo": {"beta": 20.0}}
 STD = torch.tensor(REWARDS, dtype=torch.float64).std().item()
 
 
-@pytest.mark.parametrize("changes", [{}, GROUP_STD, DPO], ids=["a global std", "a group std", "preferences"])
-def test_streaming_makes_the_same_step_as_collecting(changes):
+@pytest.mark.parametrize(
+    ("changes", "divisor"),
+    [
+        ({}, STD + 1e-4),
+        ({"algorithm.advantage": {"eps_form": "floor", "eps": 2.0}}, 2.0),
+        (GROUP_STD, 1.0),
+        (DPO, 1.0),
+    ],
+    ids=["a global std", "a floor under it", "a group std", "preferences"],
+)
+def test_streaming_makes_the_same_step_as_collecting(changes, divisor):
     streamed, collected = account(**changes), account(**changes, **{"trainer.streaming": "off"})
+    assert streamed.scales == pytest.approx([1 / divisor])
+    assert [sum(group) for group in streamed.groups] == pytest.approx([0.0] * 4)
     assert abs(collected.theta) > 1e-3
     assert streamed.theta == pytest.approx(collected.theta)
     assert account([[1.0] * 4] * 2).theta == 0.0, "equal rewards leave the weights alone"
 
 
+PART = {"rollout.sde": {"window": {"size": 4, "range": [0, STEPS - 1]}}, "algorithm.timestep_fraction": 0.5}
+
+
 @pytest.mark.parametrize(
-    ("form", "eps", "divisor"),
-    [("added", 1e-4, STD + 1e-4), ("floor", 1e-4, STD), ("floor", 2.0, 2.0)],
-    ids=["added", "below", "binds"],
+    ("rows", "changes"),
+    [
+        (2, {}),
+        (2, GROUP_STD),
+        (2, PART),
+        (STEPS, {**FINAL_LATENTS, "algorithm.name": "diffusion_nft"}),
+        (3, {**DPO, "algorithm.forward": {"draws": 3}}),
+    ],
 )
-def test_the_global_std_is_applied_once_at_the_end_and_a_floor_under_it_is_streamed_too(form, eps, divisor):
-    changes = {"algorithm.advantage": {"eps_form": form, "eps": eps}}
-    rank = account(**changes)
-    assert rank.scales == pytest.approx([1 / divisor])
-    assert [sum(group) for group in rank.groups] == pytest.approx([0.0] * 4)
-    assert rank.theta == pytest.approx(account(**changes, **{"trainer.streaming": "off"}).theta)
+@pytest.mark.parametrize("streaming", ["auto", "off"])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_every_step_takes_the_mean_over_its_rows(rows, changes, streaming, steps):
+    rank = AccountingRank(rows=rows)
+    account(rank=rank, **changes, **{"trainer.streaming": streaming, "trainer.steps_per_update": steps})
+    assert rank.step_weights == pytest.approx([1.0] * steps)
 
 
-def test_a_binding_advantage_clip_is_found_at_the_end_and_the_update_is_computed_again_on_every_rank():
+def test_a_binding_clip_computes_the_update_again():
     clipped = {"algorithm.advantage": {"clip_max": 0.5}}
     ranks = [AccountingRank(rank=r, world=2) for r in range(2)]
     config = make_config(**{"trainer.groups_per_update": 4, "trainer.workers": 2, **clipped})
@@ -104,35 +108,7 @@ def test_a_binding_advantage_clip_is_found_at_the_end_and_the_update_is_computed
     assert sum(rank.theta for rank in ranks) == pytest.approx(together) != pytest.approx(account().theta)
 
 
-# ---- steps and weights -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("std", ["global", "group", "none"])
-@pytest.mark.parametrize("streaming", ["auto", "off"])
-@pytest.mark.parametrize("steps", [1, 2, 4])
-def test_every_optimizer_step_takes_the_mean_over_its_rows(std, streaming, steps):
-    changes = {"trainer.streaming": streaming, "trainer.steps_per_update": steps}
-    rank = account(**{"algorithm.advantage": {"std": std}, **changes})
-    assert rank.step_weights == pytest.approx([1.0] * steps)
-
-
-@pytest.mark.parametrize(
-    ("changes", "rows"),
-    [
-        ({"rollout.sde": {"window": {"size": 4, "range": [0, STEPS - 1]}}, "algorithm.timestep_fraction": 0.5}, 2),
-        ({**FINAL_LATENTS, "algorithm.name": "diffusion_nft"}, STEPS),
-        ({**FINAL_LATENTS, "algorithm.name": "diffusion_nft", "algorithm.forward": {"draws": 3}}, 3),
-        ({**FINAL_LATENTS, "algorithm.name": "diffusion_dpo", "algorithm.forward": {"draws": 3}}, 3),
-    ],
-)
-def test_rows_that_are_not_trained_take_no_part_in_the_mean(changes, rows):
-    rank = AccountingRank(rows=rows)
-    run_update(make_config(**changes), [rank], [make_group(i, values) for i, values in enumerate(REWARDS[:2])])
-    assert rank.step_weights == pytest.approx([1.0])
-
-
-def test_an_update_is_cut_into_steps_of_whole_groups_and_its_metrics_are_their_means_maxima_or_sums():
-    """Checks a metric that some steps do not have, too: it is averaged over those that have it."""
+def test_steps_of_whole_groups_and_their_metrics():
     found = (
         {"ess/step_01": 0.5, "both": 1.0, "weight/max": 2.0, "flops/sum": 3.0},
         {"ess/step_03": 0.25, "both": 2.0, "weight/max": 1.0, "flops/sum": 4.0},
@@ -143,9 +119,6 @@ def test_an_update_is_cut_into_steps_of_whole_groups_and_its_metrics_are_their_m
     assert rank.log == ["accumulate", "accumulate", "step"] * 2
     means = {"loss": 1.5, "both": 1.5, "ess/step_01": 0.5, "ess/step_03": 0.25}
     assert metrics == {**means, "weight/max": 2.0, "flops/sum": 7.0}
-
-
-# ---- what a rank is given --------------------------------------------------------------------------------------------
 
 
 def test_a_batch_carries_the_versions_of_each_samples_steps():
@@ -159,7 +132,7 @@ def test_a_batch_carries_the_versions_of_each_samples_steps():
     assert all(batch.weights is None for batch in rank.batches)
 
 
-def test_every_sample_has_training_noise_of_its_own_and_the_run_decides_which():
+def test_every_sample_has_its_own_training_noise():
     def seeds(**changes: Any) -> list[tuple[int, ...]]:
         return [batch.seeds for batch in account(**changes).batches]
 
@@ -170,11 +143,8 @@ def test_every_sample_has_training_noise_of_its_own_and_the_run_decides_which():
     assert set(drawn).isdisjoint(seed for group in seeds(**{"run.seed": 1}) for seed in group)
 
 
-# ---- preferences -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("streaming", ["auto", "off"])
-def test_a_preference_is_the_best_and_the_worst_sample_of_a_group_and_they_share_their_noise(streaming):
+def test_preferences_are_best_and_worst_and_share_noise(streaming):
     rank = AccountingRank(rows=STEPS)
     changes = {"algorithm.advantage": {"track_prompts": True, "aggregate": "gdpo"}, "trainer.streaming": streaming}
     config, history = make_config(**DPO, **changes), RewardHistory()
@@ -190,36 +160,11 @@ def test_a_preference_is_the_best_and_the_worst_sample_of_a_group_and_they_share
     assert rank.step_weights == pytest.approx([1.0])
 
 
-def test_a_pair_of_a_dataset_is_trained_chosen_first_and_has_no_age():
-    rank = AccountingRank(rows=STEPS)
-    config = make_config(**PREFERENCES, **{"trainer.groups_per_update": 1})
-    run_update(config, [rank], [make_group(0, [1.0, 0.0], versions=())], version=4)
-    [batch] = rank.batches
-    assert rank.fetched == {0: ("trajectory 0.0", "trajectory 0.1")}
-    assert [tuple(versions) for versions in batch.step_versions] == [(), ()]
-
-
-# ---- a machine that will be taken away -------------------------------------------------------------------------------
-
-
-class PreemptingRank(AccountingRank):
-    """A rank that requests preemption when it has accumulated `after` groups."""
-
-    def __init__(self, after: int) -> None:
-        super().__init__()
-        self.after, self.accumulated, self.preempted = after, 0, False
-
-    async def accumulate(self, batch: Any, row_weight: float) -> None:
-        await super().accumulate(batch, row_weight)
-        self.accumulated += 1
-        self.preempted |= self.accumulated == self.after
-
-
 @pytest.mark.parametrize(("after", "steps", "accumulated"), [(1, 1, 1), (3, 1, 3), (3, 2, 4)])
-def test_an_update_is_given_up_between_two_groups_unless_it_has_begun_to_step(after, steps, accumulated):
-    rank = PreemptingRank(after)
+def test_preemption_between_groups(after, steps, accumulated):
+    rank = AccountingRank()
     settings = {"trainer.groups_per_update": 4, "trainer.steps_per_update": steps, "trainer.streaming": "off"}
     groups = [make_group(i, values) for i, values in enumerate(REWARDS)]
     with pytest.raises(Abandoned) if steps == 1 else contextlib.nullcontext():
-        run_update(make_config(**settings), [rank], groups, preempt=lambda: rank.preempted)
-    assert rank.accumulated == accumulated
+        run_update(make_config(**settings), [rank], groups, preempt=lambda: len(rank.batches) >= after)
+    assert len(rank.batches) == accumulated

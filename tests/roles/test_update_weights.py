@@ -1,6 +1,4 @@
-"""Tests what looks at more than a group: weights computed from all groups on all ranks, which go to the ranks of their
-samples, and advantages of several scorers and of all the rewards a prompt ever had. Which weights and advantages these
-are is tested in tests/algorithms."""
+"""Tests weights and advantages that need more than a group. tests/algorithms has their formulas."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from omni_async.algorithms.advantages import RewardHistory
 from omni_async.types import SampleDrift
 from tests.roles.actor_world import REWARDS, AccountingRank, make_config, make_group, make_update, run_update
 
-# Log-ratios in nats of group g, sample i, trained step k: no two are alike, so that no two can be confused.
+# Log-ratios in nats of group g, sample i, trained step k, all different.
 DRIFTS = [[[1.8 - g + 0.62 * i, 0.34 * g - 0.8 - 0.46 * i * (i + 1)] for i in range(4)] for g in range(2)]
 LOG_RATIOS = torch.tensor(DRIFTS, dtype=torch.float64)  # (groups, samples, steps)
 ELEMENTS = 24
@@ -37,12 +35,12 @@ def make_drifts(kappa: bool = False) -> dict[str, SampleDrift]:
 
 
 def weigh(
-    world: int = 1, kappa: bool = False, drifts: dict[str, SampleDrift] | None = None, **changes: Any
-) -> tuple[list[AccountingRank], dict[str, float]]:
-    ranks = [AccountingRank(rank=r, world=world, drifts=drifts or make_drifts(kappa)) for r in range(world)]
-    config = make_config(**{"trainer.workers": world, "algorithm.advantage": {"std": "none"}, **changes})
-    metrics = run_update(config, ranks, [make_group(i, values) for i, values in enumerate(REWARDS[:2])])
-    return ranks, metrics
+    kappa: bool = False, drifts: dict[str, SampleDrift] | None = None, **changes: Any
+) -> tuple[AccountingRank, dict[str, float]]:
+    rank = AccountingRank(drifts=drifts or make_drifts(kappa))
+    config = make_config(**{"algorithm.advantage": {"std": "none"}, **changes})
+    metrics = run_update(config, [rank], [make_group(i, values) for i, values in enumerate(REWARDS[:2])])
+    return rank, metrics
 
 
 def weights_of(rank: AccountingRank) -> torch.Tensor:
@@ -50,15 +48,16 @@ def weights_of(rank: AccountingRank) -> torch.Tensor:
     return torch.tensor([batch.weights for batch in rank.batches], dtype=torch.float64)
 
 
-def test_weights_and_advantages_are_given_together_and_the_looks_before_have_neither():
-    [rank], metrics = weigh(**decoupled(weights="tempered", cap=None))
+def test_weights_and_advantages_come_together():
+    rank, metrics = weigh(**decoupled(weights="tempered", cap=None))
     tempered = (metrics["gamma"] * LOG_RATIOS).exp()
     assert 0 < metrics["gamma"] < 1
     torch.testing.assert_close(weights_of(rank), tempered / tempered.mean(), rtol=1e-9, atol=0)
-    assert [batch.advantages for batch in rank.recomputed] == [(0.0,) * 4] * 2
-    assert all(batch.weights is None for batch in rank.recomputed)
     for looked, trained in zip(rank.recomputed, rank.batches, strict=True):
-        assert replace(looked, advantages=trained.advantages, weights=trained.weights) == trained
+        assert looked == replace(trained, advantages=(0.0,) * 4, weights=None)
+
+
+SIZES = torch.tensor([ELEMENTS, 3 * ELEMENTS])[:, None, None]  # of two buckets
 
 
 @pytest.mark.parametrize(
@@ -66,42 +65,32 @@ def test_weights_and_advantages_are_given_together_and_the_looks_before_have_nei
     [
         ({}, LOG_RATIOS),
         ({"level": "trajectory"}, LOG_RATIOS.sum(2, keepdim=True)),
-        ({"log_ratio": "mean"}, LOG_RATIOS / ELEMENTS),
-        ({"level": "sequence", "log_ratio": "mean"}, (LOG_RATIOS / ELEMENTS).sum(2, keepdim=True)),
+        ({"log_ratio": "mean"}, LOG_RATIOS / SIZES),
+        ({"level": "sequence", "log_ratio": "mean"}, (LOG_RATIOS / SIZES).sum(2, keepdim=True)),
     ],
 )
-def test_a_level_says_of_which_log_ratio_a_steps_weight_is_made_once_for_all_steps_of_the_optimizer(level, expected):
-    [rank], _ = weigh(**decoupled(**IMPORTANCE, **level), **KL, **{"trainer.steps_per_update": 2})
+def test_levels_of_weights(level, expected):
+    sizes = [SampleDrift(tuple(row), None, int(SIZES[g])) for g, group in enumerate(DRIFTS) for row in group]
+    drifts = dict(zip(make_drifts(), sizes, strict=True))
+    rank, _ = weigh(drifts=drifts, **decoupled(**IMPORTANCE, **level), **KL, **{"trainer.steps_per_update": 2})
     assert rank.log == ["proximal", "proximal", "accumulate", "step", "accumulate", "step"]
     weights = (expected.exp() / expected.exp().mean()).expand(2, 4, 2)
     torch.testing.assert_close(weights_of(rank), weights, rtol=1e-12, atol=0)
 
 
-def test_log_ratios_of_buckets_of_several_sizes_are_each_divided_by_their_own():
-    elements = torch.tensor([ELEMENTS, 3 * ELEMENTS])[:, None, None]
-    sizes = {
-        name: replace(drift, num_elements=int(elements[int(name.split()[1][0])]))
-        for name, drift in make_drifts().items()
-    }
-    [rank], _ = weigh(drifts=sizes, **decoupled(**IMPORTANCE, log_ratio="mean"), **KL)
-    weights = (LOG_RATIOS / elements).exp()
-    torch.testing.assert_close(weights_of(rank), weights / weights.mean(), rtol=1e-12, atol=0)
-
-
-def test_masked_rows_weigh_nothing_and_the_others_make_up_for_them_and_without_any_there_is_no_gradient():
-    [rank], metrics = weigh(kappa=True, **decoupled(kappa_nats=0.6), **KL)
+def test_masked_rows_weigh_nothing():
+    rank, metrics = weigh(kappa=True, **decoupled(kappa_nats=0.6), **KL)
     kept = (LOG_RATIOS.abs() <= 0.6).double()
     assert 0 < kept.sum() < 16
     torch.testing.assert_close(weights_of(rank), kept * (16 / kept.sum()), rtol=1e-12, atol=0)
     assert (metrics["masked/kappa_nats"], metrics["gamma"]) == (pytest.approx(1 - kept.mean().item()), 1.0)
-    [rank], metrics = weigh(kappa=True, **decoupled(kappa_nats=1e-9), **KL)
+    rank, metrics = weigh(kappa=True, **decoupled(kappa_nats=1e-9), **KL)
     assert torch.equal(weights_of(rank), torch.zeros(2, 4, 2, dtype=torch.float64))
     assert (rank.theta, metrics["masked/kappa_nats"]) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("mode", ["decoupled", "none"])
-async def test_several_steps_look_at_every_group_when_it_arrives(mode):
-    """Checks that the pass runs before any step: afterwards the policy that the ratio is taken to is gone."""
+async def test_proximal_passes_come_before_any_step(mode):
     rank = AccountingRank(drifts=make_drifts())
     update = make_update(make_config(**decoupled(mode=mode), **{"trainer.steps_per_update": 2}), [rank])
     for number in range(2):
@@ -114,8 +103,8 @@ async def test_several_steps_look_at_every_group_when_it_arrives(mode):
 
 
 @given(st.integers(1, 7), st.integers(1, 2), st.integers(1, 2), st.integers(1, 3), st.integers(2, 6))
-def test_weights_find_their_samples_and_every_sample_is_trained_once(data, sequence, steps, per_step, size) -> None:
-    """Weights are exp(L) over its mean, which identifies the sample that a log-ratio L was found on."""
+def test_weights_find_their_samples(data, sequence, steps, per_step, size):
+    """Weights are exp(L) over its mean, which identifies the sample of log-ratio L."""
     groups, world = steps * per_step, data * sequence
     log_ratios = torch.arange(groups * size * 2, dtype=torch.float64).reshape(groups, size, 2) / (groups * size * 4)
     rewards = torch.rand(groups, size, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
@@ -150,71 +139,40 @@ SCORERS = {"reward": {"scorers": [{"name": "ocr", "weight": 2.0}, {"name": "jpeg
 VALUES = [[(0.1, 10.0), (0.9, 30.0), (0.4, 20.0), (0.3, 25.0)], [(0.5, 40.0), (0.2, 45.0), (0.8, 5.0), (0.6, 15.0)]]
 
 
-def several(aggregate: str, std: str) -> tuple[torch.Tensor, AccountingRank]:
-    """Returns the advantages (groups, samples) that a rank was given."""
-    rank = AccountingRank()
-    config = make_config(**SCORERS, **{"algorithm.advantage": {"aggregate": aggregate, "std": std, "clip_max": 100.0}})
-    groups = [make_group(g, [2 * a - b / 2 for a, b in values], values=values) for g, values in enumerate(VALUES)]
-    run_update(config, [rank], groups)
-    return torch.tensor(rank.groups, dtype=torch.float64), rank
-
-
-def table() -> torch.Tensor:
-    """Returns the scorers' values (groups, samples, scorers)."""
-    return torch.tensor(VALUES, dtype=torch.float64)
-
-
 @pytest.mark.parametrize(("aggregate", "std"), [("advantages", "group"), ("advantages", "global"), ("gdpo", "global")])
-def test_advantages_of_each_scorer_are_summed_by_weight_and_gdpo_whitens_that_over_the_update(aggregate, std):
-    found, rank = several(aggregate, std)
+def test_advantages_of_several_scorers(aggregate, std):
+    rank, history, values = AccountingRank(), RewardHistory(), torch.tensor(VALUES, dtype=torch.float64)
+    advantage = {"aggregate": aggregate, "std": std, "clip_max": 100.0}
+    groups = [make_group(g, [2 * a - b / 2 for a, b in of_group], values=of_group) for g, of_group in enumerate(VALUES)]
+    run_update(make_config(**SCORERS, **{"algorithm.advantage": advantage}), [rank], groups)
     over_the_update = aggregate == "advantages" and std == "global"
-    deviation = table().reshape(8, 2).std(0) if over_the_update else table().std(1, keepdim=True)
-    each = (table() - table().mean(1, keepdim=True)) / (deviation + 1e-4)
+    deviation = values.reshape(8, 2).std(0) if over_the_update else values.std(1, keepdim=True)
+    each = (values - values.mean(1, keepdim=True)) / (deviation + 1e-4)
     summed = 2 * each[..., 0] - 0.5 * each[..., 1]
     expected = summed / (summed.std() + 1e-4) if aggregate == "gdpo" else summed
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-    assert rank.log.index("step") == 2
+    torch.testing.assert_close(torch.tensor(rank.groups, dtype=torch.float64), expected, rtol=1e-10, atol=1e-12)
+    if aggregate == "advantages":
+        tracked = make_config(**SCORERS, **{"algorithm.advantage": advantage | {"track_prompts": True}})
+        run_update(tracked, [AccountingRank()], groups, history=history)
+        for prompt, means in enumerate(values.mean(1).tolist()):
+            assert history.state()[str(prompt)][:3] == pytest.approx([4, *means])
 
 
-TRACKED = {"algorithm.advantage": {"track_prompts": True, "std": "none", "clip_max": 100.0}}
-
-
-async def test_the_history_learns_of_an_update_when_it_is_finished_and_nothing_of_an_abandoned_one():
-    history = RewardHistory()
-    abandoned = make_update(make_config(**TRACKED), [AccountingRank()], history=history)
-    await abandoned.add(make_group(0, [9.0, 1.0, 5.0, 5.0], prompt=7))
-    update = make_update(make_config(**TRACKED), [AccountingRank()], history=history)
-    for number in range(2):
-        await update.add(make_group(number, REWARDS[number], prompt=7))
-        assert history.count(7) == 0
-    await update.finish()
-    assert history.count(7) == 8
-
-
-def test_advantages_are_against_all_that_a_prompt_ever_had():
+async def test_advantages_are_against_all_that_a_prompt_ever_had():
     """Uses two groups of prompt 7 in the first update, one of them and one of prompt 8 in the second."""
-    history, config = RewardHistory(), make_config(**TRACKED)
-    run_update(config, [AccountingRank()], [make_group(i, REWARDS[i], prompt=7) for i in range(2)], history=history)
-    rank = AccountingRank()
-    groups = [make_group(2, REWARDS[2], prompt=7), make_group(3, REWARDS[3], prompt=8)]
-    run_update(config, [rank], groups, history=history, version=1)
+    config = make_config(**{"algorithm.advantage": {"track_prompts": True, "std": "none", "clip_max": 100.0}})
+    rank, history = AccountingRank(), RewardHistory()
+    abandoned = make_update(config, [AccountingRank()], history=history)
+    await abandoned.add(make_group(0, [9.0, 1.0, 5.0, 5.0], prompt=7))
+    for prompts, seen in (((7, 7), (8, 0)), ((7, 8), (12, 4))):
+        update = make_update(config, [rank], history=history)
+        before = history.count(7)
+        for prompt in prompts:
+            number = len(rank.batches) + len(update.groups)
+            await update.add(make_group(number, REWARDS[number], prompt=prompt))
+        assert history.count(7) == before
+        await update.finish()
+        assert (history.count(7), history.count(8)) == seen
     seven, eight = [*REWARDS[0], *REWARDS[1], *REWARDS[2]], REWARDS[3]
-    assert rank.groups[0] == pytest.approx([r - sum(seven) / 12 for r in REWARDS[2]])
-    assert rank.groups[1] == pytest.approx([r - sum(eight) / 4 for r in eight])
-    assert (history.count(7), history.count(8)) == (12, 4)
-    alone = AccountingRank()  # where prompts are not tracked, groups of one prompt have means of their own
-    groups = [make_group(i, REWARDS[i], prompt=7) for i in range(2)]
-    run_update(make_config(**{"algorithm.advantage": {"std": "none"}}), [alone], groups)
-    for advantages, rewards in zip(alone.groups, REWARDS, strict=False):
-        assert advantages == pytest.approx([r - sum(rewards) / 4 for r in rewards])
-
-
-def test_every_scorer_has_a_history_of_its_own_where_each_has_advantages_of_its_own():
-    history = RewardHistory()
-    advantage = {"track_prompts": True, "aggregate": "advantages", "std": "none"}
-    config = make_config(**SCORERS, **{"algorithm.advantage": advantage})
-    groups = [make_group(g, [0.0] * 4, values=values) for g, values in enumerate(VALUES)]
-    run_update(config, [AccountingRank()], groups, history=history)
-    for prompt, values in enumerate(VALUES):
-        means = [sum(column) / 4 for column in zip(*values, strict=True)]
-        assert history.state()[str(prompt)][:3] == pytest.approx([4, *means])
+    assert rank.groups[2] == pytest.approx([r - sum(seven) / 12 for r in REWARDS[2]])
+    assert rank.groups[3] == pytest.approx([r - sum(eight) / 4 for r in eight])

@@ -30,17 +30,14 @@ FAKE = Path(__file__).with_name("fake_vllm.py")
 QWEN = Server(name="qwen", model="/models/qwen", args=("--max-model-len", "1024"))
 
 
-def server_of(folder: Path, behaviour: str, server: Server = QWEN, told: list[str] | None = None) -> VllmServer:
-    async def tell(text: str) -> None:
-        if told is not None:
-            told.append(text)
+async def nothing(*_: Any) -> dict[str, str]:
+    return {}
 
-    async def addresses(role: str) -> dict[str, str]:
-        return {}
 
-    site = ServiceSite("qwen-0", 0, None, None, "127.0.0.1", tell, addresses)
+def server_of(folder: Path, behaviour: str, server: Server = QWEN, tell: Any = nothing) -> VllmServer:
+    site = ServiceSite("qwen-0", 0, None, None, "127.0.0.1", tell, nothing)
     made = VllmServer(site, server, folder / "servers")
-    made._command = lambda port: [sys.executable, str(FAKE), behaviour, str(port)]  # type: ignore[method-assign]
+    made._command = lambda port: [sys.executable, str(FAKE), behaviour, str(port)]
     return made
 
 
@@ -49,12 +46,26 @@ def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
-async def test_a_server_is_ready_when_it_has_the_model_and_is_lost_when_its_process_is(tmp_path: Path) -> None:
-    made = server_of(tmp_path, "well")
-    address = await made.start()
+async def test_a_server_starts_keeps_its_token_secret_and_is_lost_with_its_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_server, "_ASK_S", 0.01)
+    told: list[str] = []
+
+    async def tell(text: str) -> None:
+        told.append(text)
+
+    made, other = server_of(tmp_path, "well", tell=tell), server_of(tmp_path, "well")
+    assert len(made._token) >= 32 and made._token != other._token
+    command, tried = made._command, list[int]()
+
+    def with_a_thief(port: int) -> list[str]:
+        tried.append(port)
+        with socket.socket() as thief, pytest.raises(OSError, match="in use"):
+            thief.bind(("127.0.0.1", port))
+        return command(port)
+
+    made._command = with_a_thief
     try:
-        assert address.startswith("http://:") and address.count("@127.0.0.1:") == 1
-        assert made._process is not None
+        assert await made.start() == f"http://:{made._token}@127.0.0.1:{tried[0]}"
         assert made._token not in " ".join(psutil.Process(made._process.pid).cmdline())
         running = asyncio.ensure_future(made.run())
         await settle()
@@ -62,19 +73,6 @@ async def test_a_server_is_ready_when_it_has_the_model_and_is_lost_when_its_proc
         os.killpg(made._process.pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="vLLM ended with -9: nothing was printed"):
             await running
-    finally:
-        await made.close()
-
-
-async def test_a_token_is_of_one_start_and_in_no_file_and_no_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_server, "_ASK_S", 0.01)
-    told: list[str] = []
-    made, other = server_of(tmp_path, "well", told=told), server_of(tmp_path, "well")
-    assert len(made._token) >= 32 and made._token != other._token
-    try:
-        assert made._token in await made.start()
     finally:
         await made.close()
     assert told and made._token not in "".join([*told, *texts_in(tmp_path)])
@@ -92,7 +90,7 @@ def texts_in(folder: Path) -> list[str]:
         ("stranger", QWEN, r"what answers at http://127.0.0.1:\d+ is another server: 401 to our token"),
     ],
 )
-async def test_one_that_does_not_start_or_has_another_model_is_named(tmp_path, behaviour, server, said) -> None:
+async def test_servers_that_do_not_start_are_named(tmp_path, behaviour, server, said):
     made = server_of(tmp_path, behaviour, server)
     try:
         with pytest.raises(ServerNotStarted, match=said):
@@ -101,30 +99,12 @@ async def test_one_that_does_not_start_or_has_another_model_is_named(tmp_path, b
         await made.close()
 
 
-async def test_no_other_process_is_given_the_port_while_the_server_starts(tmp_path: Path) -> None:
-    made = server_of(tmp_path, "well")
-    command, tried = made._command, list[int]()
-
-    def with_a_thief(port: int) -> list[str]:
-        tried.append(port)
-        with socket.socket() as thief, pytest.raises(OSError, match="in use"):
-            thief.bind(("127.0.0.1", port))
-        return command(port)
-
-    made._command = with_a_thief  # type: ignore[method-assign]
-    try:
-        assert (await made.start()).endswith(f":{tried[0]}")
-    finally:
-        await made.close()
-
-
 @pytest.mark.parametrize("often", [1, 2])
 @pytest.mark.parametrize(
     "answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"], ids=["silent", "speaks HTTP"]
 )
-async def test_a_port_that_another_program_took_costs_one_more_start(tmp_path: Path, often: int, answer: bytes) -> None:
-    """Takes the port before the server binds it. One program ends each connection, the other answers /health as well as
-    a server would, and knows no token."""
+async def test_a_taken_port_costs_one_more_start(tmp_path: Path, often: int, answer: bytes):
+    """The thief ends each connection, or answers /health as a server does but knows no token."""
 
     async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked = await reader.readline()
@@ -141,7 +121,7 @@ async def test_a_port_that_another_program_took_costs_one_more_start(tmp_path: P
         ports.append(port)
         return command(port)
 
-    made._command = stolen  # type: ignore[method-assign]
+    made._command = stolen
     try:
         if often == 1:
             assert (await made.start()).endswith(f":{ports[1]}") and ports[0] != ports[1]
@@ -163,18 +143,9 @@ LOGGED = "(EngineCore pid=7) ERROR 11-23 21:34:11 [core.py:9] "
     ("printed", "said"),
     [
         ("", ""),
-        (
-            "INFO found\nserver: error: unrecognized arguments: --no-such-option\n",
-            "server: error: unrecognized arguments: --",
-        ),
-        (
-            "(APIServer pid=1) pydantic_core.ValidationError: 1 error\n(APIServer pid=1)   Value error, too long",
-            "too long",
-        ),
-        (
-            f"{LOGGED}ValueError: no memory\n(APIServer pid=1) RuntimeError: Engine core initialization failed.",
-            "no memory",
-        ),
+        ("INFO found\nserver: error: unrecognized arguments: --no\n", "server: error: unrecognized arguments: --no"),
+        ("(APIServer pid=1) pydantic.ValidationError: 1 error\n(APIServer pid=1)   Value error, too long", "too long"),
+        (f"{LOGGED}ValueError: no memory\n(Api pid=1) RuntimeError: Engine core initialization failed.", "no memory"),
         (
             "WARNING 1 2 [cpu.py:608] Failed to import from vllm._C: ImportError('libnuma.so.1: cannot open shared "
             "object file: No such file or directory')\nERROR 1 2 [a.py:1] AttributeError: no attribute 'init'\n"
@@ -185,7 +156,7 @@ LOGGED = "(EngineCore pid=7) ERROR 11-23 21:34:11 [core.py:9] "
         ("(APIServer pid=1) WARNING 1 2 [a.py:1] errors like `OSError: [Errno 24]` may come\nKilled", "Killed"),
     ],
 )
-def test_the_reason_is_what_failed_first_and_not_what_failed_with_it(printed: str, said: str) -> None:
+def test_the_reason_is_what_failed_first(printed: str, said: str):
     reason = vllm_server._reason(printed)
     assert said in reason and "pid=" not in reason and "Engine core" not in reason and "Errno" not in reason
 
@@ -199,15 +170,12 @@ def test_the_reason_is_what_failed_first_and_not_what_failed_with_it(printed: st
     ],
 )
 @on_a_moved_clock
-async def test_a_server_that_hangs_or_is_sick_is_lost_and_a_well_one_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: str, disturb: int | None, said: str | None
-) -> None:
+async def test_hanging_and_sick_servers_are_lost(tmp_path, monkeypatch, behaviour, disturb, said):
     """Moves the clock past the time-out while the stopped server is asked; a well server is asked five times."""
     for name, seconds in (("_WATCH_S", 0.05), ("_ANSWER_S", PATIENCE), ("_GRACE_S", PATIENCE)):
         monkeypatch.setattr(vllm_server, name, seconds)
     made = server_of(tmp_path, behaviour)
     await made.start()
-    assert made._process is not None
     health, asked, five_times = made._health, 0, asyncio.Event()
 
     async def counted() -> int | None:
@@ -235,13 +203,13 @@ async def test_a_server_that_hangs_or_is_sick_is_lost_and_a_well_one_is_not(
         if disturb is not None:  # `close` waits for the end that SIGTERM asks for
             asyncio.get_running_loop().call_later(0.1, move_clock, PATIENCE)
         await made.close()
-    assert not psutil.pid_exists(made._process.pid), "also one that does not react"
+    assert not psutil.pid_exists(made._process.pid)
 
 
-async def test_closing_ends_a_server_that_is_still_starting(tmp_path: Path) -> None:
+async def test_closing_ends_a_starting_server(tmp_path: Path):
     made = server_of(tmp_path, "silent")
     starting = asyncio.ensure_future(made.start())
-    while made._process is None:  # noqa: ASYNC110 (the service does not say when it has one)
+    while made._process is None:  # noqa: ASYNC110 (no event reports it)
         await asyncio.sleep(0.01)
     starting.cancel()
     await asyncio.wait({starting})
@@ -268,12 +236,10 @@ asyncio.run(main())
     assert server.wait(timeout=PATIENCE) is None or not server.is_running()
 
 
-def test_what_vllm_is_given(tmp_path: Path) -> None:
+def test_command_and_environment(tmp_path: Path):
     made = VllmServer(server_of(tmp_path, "well")._site, QWEN, tmp_path)
-    assert made._command(80)[1:3] == ["-m", "omni_async.roles.vllm_process"]
     own = "--model /models/qwen --served-model-name qwen --port 80 --host 127.0.0.1 --uvicorn-log-level warning"
-    own += " --max-model-len 1024"
-    assert " ".join(made._command(80)[3:]) == own
+    assert " ".join(made._command(80)[3:]) == f"{own} --max-model-len 1024"
     found = made._environment({"PATH": "/bin"})
     assert (found["PATH"], found["VLLM_API_KEY"], found["HF_HUB_OFFLINE"]) == ("/bin", made._token, "1")
     assert found["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
@@ -281,12 +247,21 @@ def test_what_vllm_is_given(tmp_path: Path) -> None:
     assert not any("CPU" in name for name in VllmServer(made._site, on_gpu, tmp_path)._environment({}))
 
 
+@pytest.mark.parametrize("secret", ["plain", "a+b/c==", "p@ss:w%41", "x?y#z"])
+async def test_tokens_of_any_characters(monkeypatch: pytest.MonkeyPatch, secret: str):
+    monkeypatch.setenv("JUDGE_TOKEN", secret)
+    server = Server(name="given", model="m", replicas=0, urls=("http://a:1",), access="env:JUDGE_TOKEN")
+    (address,) = (await KnownAddresses(Reward(servers=(server,)), None)("given")).values()
+    assert model_servers._split(address) == ("http://a:1", secret)
+
+
 @pytest.mark.virtual_time
-async def test_addresses_of_a_recipe_are_known_beside_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_known_addresses(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JUDGE_TOKEN", "sesame")
-    ready = asyncio.Event()
+    asked, ready = list[str](), asyncio.Event()
 
     async def of_run(role: str) -> dict[str, str]:
+        asked.append(role)
         await ready.wait()
         return {"both-0": "http://started"}
 
@@ -296,40 +271,18 @@ async def test_addresses_of_a_recipe_are_known_beside_those_of_the_run(monkeypat
     known = KnownAddresses(reward, of_run)
     assert await known("given") == given
     assert [*await known("both")] == ["both at http://a", "both at http://b"], "the run's is not ready"
+    waiting = asyncio.gather(*(known("both") for _ in range(3)))
+    await asyncio.sleep(0)
     ready.set()
-    assert (await known("both"))["both-0"] == "http://started" and await known("qwen") == {"both-0": "http://started"}
+    assert all(found["both-0"] == "http://started" for found in await waiting) and asked == ["both"]
+    assert await known("qwen") == {"both-0": "http://started"}
     without = KnownAddresses(reward, None)
     assert await without("given") == given
     with pytest.raises(ScoreError, match="the servers of 'qwen' are started by a run"):
         await without("qwen")
 
 
-@pytest.mark.virtual_time
-async def test_those_who_ask_at_once_share_one_question_to_the_run() -> None:
-    asked, ready = [], asyncio.Event()
-
-    async def of_run(role: str) -> dict[str, str]:
-        asked.append(role)
-        await ready.wait()
-        return {"both-0": "http://started"}
-
-    known = KnownAddresses(Reward(servers=(Server(name="both", model="m", urls=("http://a",)),)), of_run)
-    assert [*await known("both")] == [*await known("both")] == ["both at http://a"] and asked == ["both"]
-    waiting = asyncio.gather(*(known("both") for _ in range(3)))
-    await asyncio.sleep(0)
-    ready.set()
-    assert all("both-0" in found for found in await waiting) and asked == ["both"]
-
-
-@pytest.mark.parametrize("secret", ["plain", "a+b/c==", "p@ss:w%41", "x?y#z"])
-async def test_a_token_of_any_characters_arrives_as_it_is(monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
-    monkeypatch.setenv("JUDGE_TOKEN", secret)
-    server = Server(name="given", model="m", replicas=0, urls=("http://a:1",), access="env:JUDGE_TOKEN")
-    (address,) = (await KnownAddresses(Reward(servers=(server,)), None)("given")).values()
-    assert model_servers._split(address) == ("http://a:1", secret)
-
-
-def test_a_token_that_no_header_can_hold_is_refused_without_showing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_no_header_can_hold_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JUDGE_TOKEN", "sesame\n")
     server = Server(name="given", model="m", replicas=0, urls=("http://a",), access="env:JUDGE_TOKEN")
     with pytest.raises(ValueError, match="access of 'given': expected printable ASCII") as caught:

@@ -33,7 +33,7 @@ def policy(checkpoint: str) -> QwenImagePolicy:
 
 
 def make_request(number: int = 0, **changes: Any) -> SampleRequest:
-    """Makes a request of 64 x 32 pixels, without guidance, and six steps; prompts are of different lengths."""
+    """Makes a request of 64 x 32 pixels and six steps, without guidance."""
     size = {"height": 64, "width": 32}
     chosen = {name: changes.pop(name) for name in QwenImageSampling.__struct_fields__ if name in changes}
     spec = QwenImageSampling(**(size | chosen))
@@ -70,7 +70,7 @@ def publish(version: int, tensors: dict[str, torch.Tensor], lora: dict[str, Any]
 def damaged(published: Published) -> Published:
     manifest, buckets = published
     broken = [bucket.copy() for bucket in buckets]
-    broken[1][5] ^= 1
+    broken[-1][5] ^= 1
     return manifest, broken
 
 

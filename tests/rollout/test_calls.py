@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,7 @@ N = 4
 
 
 class Engine:
-    """Draws samples of velocity 0, call by call under the next version; remembers what it was asked for."""
+    """Draws samples of velocity 0, each call under the next version."""
 
     def __init__(self) -> None:
         self.asked: list[SampleRequest] = []
@@ -41,16 +40,16 @@ def asked_for(calls: int, **fields: Any) -> SampleRequest:
     return replace(make_request(**fields), calls=calls)
 
 
-def editing(times: int, name: Callable[[int], str] = "edit {}".format) -> Any:
+def editing(times: int) -> Any:
     async def program(prompt: Prompt, draw: Draw) -> None:
         media = await draw(prompt)
         for call in range(1, times):
-            media = await draw(replace(prompt, text=name(call), images=(drawn_image(media, "drawn"),)))
+            media = await draw(replace(prompt, text=f"edit {call}", images=(drawn_image(media, "drawn"),)))
 
     return program
 
 
-async def test_calls_are_samples_of_their_own_with_noise_of_their_own_and_end_as_one():
+async def test_calls_become_one_sample():
     engine, request = Engine(), asked_for(3, initial_seed=3)
     sample = await draw_calls(editing(3), request, engine)
     assert [one.sample_id for one in engine.asked] == [f"{request.sample_id}.c{call}" for call in range(3)]
@@ -62,39 +61,34 @@ async def test_calls_are_samples_of_their_own_with_noise_of_their_own_and_end_as
     assert [sample.tensors[f"call{call}", "latents"].shape for call in range(3)] == [(3, 3, 4)] * 3
     alone = await Engine()(engine.asked[2])
     assert (sample.media.image == alone.media.image).all(), "the media are the last call's"
+    again = Engine()
+    assert ((await draw_calls(editing(3), request, again)).tensors == sample.tensors).all()
+    assert again.asked == engine.asked
 
-
-async def test_the_same_request_is_the_same_sample_again():
-    engines = Engine(), Engine()
-    samples = [await draw_calls(editing(2), asked_for(2), engine) for engine in engines]
-    assert engines[0].asked == engines[1].asked
-    assert (samples[0].tensors == samples[1].tensors).all()
-
-
-async def test_an_image_that_was_drawn_reaches_the_next_call_without_loss():
-    engine = Engine()
-    await draw_calls(editing(2), asked_for(2), engine)
     (image,) = engine.asked[1].prompt.images
     drawn = (await Engine()(engine.asked[0])).media.image
-    assert (read_prompt_image(image).image == drawn.numpy()).all()
+    assert (read_prompt_image(image).image == drawn.numpy()).all(), "without loss"
     travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(engine.asked[1].prompt), type=Prompt)
     assert travelled == engine.asked[1].prompt
 
 
-@pytest.mark.parametrize(("times", "reason"), [(1, "made 1 of rollout.calls = 2"), (3, "more than rollout.calls = 2")])
-async def test_a_program_of_other_calls_than_the_recipe_says_is_refused(times, reason):
-    with pytest.raises(ValueError, match=reason):
-        await draw_calls(editing(times), asked_for(2), Engine())
+async def no_prompt(prompt: Prompt, draw: Any) -> None:
+    await draw(prompt.text)
 
 
-async def test_what_is_no_prompt_is_refused_before_an_engine_is_asked():
-    async def program(prompt: Prompt, draw: Any) -> None:
-        await draw(prompt.text)
-
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (editing(1), "made 1 of rollout.calls = 2"),
+        (editing(3), "more than rollout.calls = 2"),
+        (no_prompt, "drew a str, expected a Prompt"),
+    ],
+)
+async def test_wrong_programs_are_refused(program, reason):
     engine = Engine()
-    with pytest.raises(ValueError, match="drew a str, expected a Prompt"):
+    with pytest.raises(ValueError, match=reason):
         await draw_calls(program, asked_for(2), engine)
-    assert not engine.asked
+    assert bool(engine.asked) == (program is not no_prompt)
 
 
 async def in_a_task_group(prompt: Prompt, draw: Draw) -> None:
@@ -109,7 +103,7 @@ async def regardless(prompt: Prompt, draw: Draw) -> None:
             await draw(prompt)
 
 
-async def test_calls_may_be_drawn_at_once():
+async def test_concurrent_calls():
     engine = Engine()
     sample = await draw_calls(in_a_task_group, asked_for(2), engine)
     assert [one.prompt.text for one in engine.asked] == ["0", "1"]
@@ -117,7 +111,7 @@ async def test_calls_may_be_drawn_at_once():
 
 
 @pytest.mark.parametrize("program", [in_a_task_group, regardless])
-async def test_a_broken_engine_is_told_apart_from_a_failed_sample_whatever_the_program_makes_of_its_error(program):
+async def test_broken_engines_are_no_failed_sample(program):
     async def broken(request: SampleRequest) -> Any:
         raise EngineError("it is gone")
 
@@ -125,7 +119,7 @@ async def test_a_broken_engine_is_told_apart_from_a_failed_sample_whatever_the_p
         await draw_calls(program, asked_for(2), broken)
 
 
-async def test_the_documented_program_makes_its_calls():
+async def test_the_documented_program():
     page = (ROOT / "docs" / "programs.md").read_text()
     source = re.search(r"```python\n(# redraw.py\n.*?)```", page, re.S)
     namespace: dict[str, Any] = {}

@@ -16,7 +16,6 @@ from tests.rollout.conftest import (
     adapters,
     assert_same,
     check_against_policy,
-    damaged,
     make_request,
     new_weights,
     publish,
@@ -45,29 +44,18 @@ async def drawn(policy: QwenImagePolicy, requests: list[SampleRequest], **option
         return await together(engine, requests)
 
 
-@pytest.mark.parametrize("scale", [1.0, 3.0])
-async def test_alone_or_in_a_batch_a_sample_is_the_same(policy, scale):
-    requests = [make_request(i, true_cfg_scale=scale) for i in range(4)]
-    batched, alone = await drawn(policy, requests), await drawn(policy, requests, max_batch=1)
-    for one, other in zip(batched, alone, strict=True):
-        assert_same(one, other, 1e-5)
-
-
-async def test_trajectories_agree_with_the_policy_contract(policy):
+async def test_trajectories_agree_with_the_policy(policy):
     requests = [make_request(i, sde_kind=kind) for i, kind in enumerate(("flow", "cps", "dance"))]
     requests.append(make_request(3, true_cfg_scale=3.0))
+    [final] = await drawn(policy, [make_request(fields=("final",))])
+    assert set(final.tensors.keys()) == {"final", "sigmas", "steps"}
     for request, one in zip(requests, await drawn(policy, requests), strict=True):
         check_against_policy(policy, {0: transformer_with(policy, None)}, request, one)
         assert one.media.image.shape == (3, 64, 32) and one.media.image.dtype == torch.uint8
 
 
-async def test_only_the_requested_fields_come_back(policy):
-    [made] = await drawn(policy, [make_request(fields=("final",))])
-    assert set(made.tensors.keys()) == {"final", "sigmas", "steps"}
-
-
-async def test_batches_depend_on_call_order_alone(policy):
-    """Makes five calls in one tick: the first four that fit together, then the odd size, then the rest."""
+async def test_batches_of_calls(policy):
+    """Six calls in one tick: the first four that fit together, then the odd size, then the rest."""
     batches: list[list[int]] = []
 
     class Watched(QwenImagePolicy):
@@ -97,7 +85,6 @@ class Pausing(QwenImagePolicy):
         return super().velocity(*args, **kwargs)
 
     async def while_paused(self, meanwhile: Coroutine[Any, Any, Any]) -> Any:
-        """Begins something while the velocity waits, goes on with both, and returns its result."""
         await asyncio.to_thread(self.reached.wait, 60)
         task = asyncio.create_task(meanwhile)
         await asyncio.sleep(0)
@@ -105,31 +92,54 @@ class Pausing(QwenImagePolicy):
         return await task
 
 
+def weights_and_version(policy: QwenImagePolicy, version: int, payload: str) -> tuple[dict[str, torch.Tensor], Any]:
+    if payload == "full":
+        weights = new_weights(policy, seed=version)
+        return weights, publish(version, weights)
+    pieces = adapters(policy, seed=version)
+    merged = dict(merged_weights(load_model(policy).state_dict(), pieces, scale=2.0))
+    return merged, publish(version, pieces, lora={"rank": 2, "alpha": 4.0})
+
+
 @pytest.mark.parametrize("payload", ["full", "lora"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param(None, marks=pytest.mark.gpu)])
-async def test_swap_between_two_steps_of_samples_in_flight(policy, device, payload):
-    if payload == "full":
-        weights = new_weights(policy, seed=1)
-        published = publish(1, weights)
-    else:
-        pieces = adapters(policy, seed=1)
-        weights = dict(merged_weights(load_model(policy).state_dict(), pieces, scale=2.0))
-        published = publish(1, pieces, lora={"rank": 2, "alpha": 4.0})
+async def test_swap_between_two_steps(policy, device, payload):
+    (first, one), (second, other) = (weights_and_version(policy, version, payload) for version in (1, 2))
     pausing, requests = Pausing(policy.path), [make_request(i) for i in range(3)]
     async with running(pausing, device=device) as engine:
         in_flight = asyncio.create_task(together(engine, requests))
-        assert await engine.stage(*published) == published[0].digest
+        assert await engine.stage(*one) == one[0].digest
         report = await pausing.while_paused(engine.swap(1))
-        assert (report.version, report.digest) == (1, published[0].digest)
-        mixed, after = await in_flight, await together(engine, requests)
-    models = {0: transformer_with(policy, None), 1: transformer_with(policy, weights)}
-    for made, spans in ((mixed, ((0, 4), (1, 2))), (after, ((1, 6),))):
-        for request, one in zip(requests, made, strict=True):
-            assert one.versions.spans == spans
-            check_against_policy(policy, models, request, one, tolerance=1e-5 if device == "cpu" else 1e-4)
+        assert (report.version, report.digest) == (1, one[0].digest)
+        mixed = await in_flight
+        await engine.stage(*other)
+        await engine.swap(2)
+        after = await together(engine, requests)
+    models = dict(enumerate(transformer_with(policy, weights) for weights in (None, first, second)))
+    for made, spans in ((mixed, ((0, 4), (1, 2))), (after, ((2, 6),))):
+        for request, sample in zip(requests, made, strict=True):
+            assert sample.versions.spans == spans
+            check_against_policy(policy, models, request, sample, tolerance=1e-5 if device == "cpu" else 1e-4)
 
 
-async def test_in_request_batching_a_swap_waits_for_the_end_of_the_batch(policy):
+async def test_close_fails_all_samples(policy):
+    pausing = Pausing(policy.path)
+    async with running(pausing, max_batch=1) as engine:
+        in_flight = asyncio.gather(*[engine.generate(make_request(i)) for i in range(2)], return_exceptions=True)
+        await pausing.while_paused(engine.close())
+        assert [type(outcome) for outcome in await in_flight] == [EngineError, EngineError]
+
+
+async def test_cancelled_callers_do_not_disturb_others(policy):
+    async with running(policy) as engine:
+        tasks = [asyncio.create_task(engine.generate(make_request(i))) for i in range(3)]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        tasks[2].cancel()
+        assert_same(await tasks[1], await engine.generate(make_request(1)), 1e-5)
+
+
+async def test_request_batching_swaps_after_the_batch(policy):
     pausing = Pausing(policy.path)
     async with running(pausing, batching="request") as engine:
         in_flight = asyncio.create_task(together(engine, [make_request(i) for i in range(6)]))  # four, and then two
@@ -138,36 +148,7 @@ async def test_in_request_batching_a_swap_waits_for_the_end_of_the_batch(policy)
         assert [one.versions.spans for one in await in_flight] == [((0, 6),)] * 4 + [((1, 6),)] * 2
 
 
-async def test_lora_versions_do_not_add_up(policy):
-    first, second = (publish(v, adapters(policy, seed=v), {"rank": 2, "alpha": 4.0}) for v in (1, 2))
-
-    async def through(*versions: Any) -> Trajectory:
-        async with running(policy) as engine:
-            for published in versions:
-                await engine.stage(*published)
-                await engine.swap(published[0].version)
-            return await engine.generate(make_request())
-
-    assert_same(await through(first, second), await through(second), 0.0)
-
-
-async def test_weights_that_are_not_what_was_published_are_refused(policy):
-    weights = new_weights(policy, seed=1)
-    incomplete = publish(2, {name: w for name, w in weights.items() if name != "transformer.proj_out.bias"})
-    async with running(policy) as engine:
-        with pytest.raises(EngineError, match="digest"):
-            await engine.stage(*damaged(publish(1, weights)))
-        with pytest.raises(EngineError, match="staged is None"):
-            await engine.swap(1)
-        await engine.stage(*incomplete)
-        with pytest.raises(EngineError, match=r"proj_out\.bias"):
-            await engine.swap(2)
-        made = await engine.generate(make_request())
-    assert made.versions.spans == ((0, 6),)
-    check_against_policy(policy, {0: transformer_with(policy, None)}, make_request(), made)
-
-
-async def test_a_prompt_that_cannot_be_encoded_fails_alone_and_any_other_error_the_batch(policy):
+async def test_unusable_prompts_fail_alone(policy):
     class Broken(QwenImagePolicy):
         def velocity(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             raise ZeroDivisionError("no velocity")
@@ -179,23 +160,6 @@ async def test_a_prompt_that_cannot_be_encoded_fails_alone_and_any_other_error_t
     assert isinstance(refused, ValueError) and "at most 1024" in str(refused)
     with pytest.raises(EngineError, match="engine: ZeroDivisionError: no velocity"):
         await drawn(Broken(policy.path), [make_request()])
-
-
-async def test_close_fails_what_is_in_flight_and_what_waits(policy):
-    pausing = Pausing(policy.path)
-    async with running(pausing, max_batch=1) as engine:
-        in_flight = asyncio.gather(*[engine.generate(make_request(i)) for i in range(2)], return_exceptions=True)
-        await pausing.while_paused(engine.close())
-        assert [type(outcome) for outcome in await in_flight] == [EngineError, EngineError]
-
-
-async def test_cancelled_callers_do_not_disturb_the_others(policy):
-    async with running(policy) as engine:
-        tasks = [asyncio.create_task(engine.generate(make_request(i))) for i in range(3)]
-        await asyncio.sleep(0)
-        tasks[0].cancel()
-        tasks[2].cancel()
-        assert_same(await tasks[1], await engine.generate(make_request(1)), 1e-5)
 
 
 @pytest.mark.gpu

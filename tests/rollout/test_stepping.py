@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from PIL import Image
 from tensordict import TensorDict
@@ -12,13 +11,12 @@ from omni_async.data.image_files import read_prompt_image
 from omni_async.data.prompts import load_prompts
 from omni_async.diffusion.sde.noise import step_noise
 from omni_async.diffusion.sde.schedules import linear
-from omni_async.rollout.base import EngineError, StagedVersion
 from omni_async.rollout.stepping import ConditioningCache, InFlight, take_steps
 from omni_async.types import Prompt, SdeWindow
 from tests.rollout.conftest import make_request
 
 
-def test_a_steps_noise_is_that_of_its_number_wherever_the_window_begins():
+def test_noise_depends_on_the_steps_number():
     shape = (3, 4)
     for start in range(3):
         sample = InFlight(make_request(sde_kind="dance", window=SdeWindow(start, 3)), linear(6), shape)
@@ -43,28 +41,24 @@ class SeeingCodec:
         return TensorDict({"means": torch.tensor([image.mean() for image in images])}, batch_size=[])
 
 
-def test_the_same_text_with_other_images_is_another_prompt(tmp_path):
+def test_prompts_are_encoded_once(tmp_path):
     lines = []
-    for number, (name, grey) in enumerate((("a.png", 10), ("b.png", 200), ("copy.png", 10))):
+    for name, grey in (("a.png", 10), ("b.png", 200), ("copy.png", 10)):
         Image.new("RGB", (4, 4), (grey,) * 3).save(tmp_path / name)
-        lines.append(f'{{"prompt": "edit it", "image": "{name}", "number": {number}}}')
+        lines.append(f'{{"prompt": "edit it", "image": "{name}", "number": {len(lines)}}}')
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
-    codec = SeeingCodec()
-    cache = ConditioningCache(codec)
+    cache = ConditioningCache(codec := SeeingCodec())
     requests = [make_request(prompt=one) for one in load_prompts(str(tmp_path / "p.jsonl"), "data.prompts", 100)]
     assert [cache.of(request)[0]["means"].tolist() for request in requests * 2] == [[10.0], [200.0], [10.0]] * 2
     assert len(codec.asked) == 2  # the copy has the same bytes
-
-
-def test_a_prompt_is_encoded_once_and_the_negative_one_only_where_it_guides():
-    cache = ConditioningCache(codec := SeeingCodec())
+    codec.asked.clear()
     unguided, guided = make_request(negative_prompt="blur"), make_request(negative_prompt="blur", true_cfg_scale=4.0)
     for request in (unguided, guided, unguided, guided):
         cache.of(request)
     assert codec.asked == [(unguided.prompt.text, None), (guided.prompt.text, "blur")]
 
 
-def test_what_is_kept_is_bounded_by_bytes_and_the_prompt_not_asked_for_the_longest_goes_first():
+def test_the_cache_is_bounded_by_bytes():
     class Wide(SeeingCodec):
         def encode(self, prompt: Prompt, spec: Any) -> TensorDict:
             super().encode(prompt, spec)
@@ -77,7 +71,7 @@ def test_what_is_kept_is_bounded_by_bytes_and_the_prompt_not_asked_for_the_longe
     assert tight.of(make_request())[0] is tight.of(make_request())[0], "one is always kept: a group's samples share it"
 
 
-def test_samples_of_other_sizes_share_conditioning_that_does_not_depend_on_it():
+def test_other_sizes_may_share_conditioning():
     class Reads(SeeingCodec):
         def conditioning_key(self, spec: Any) -> Any:
             return spec.guided, spec.negative_prompt
@@ -86,16 +80,3 @@ def test_samples_of_other_sizes_share_conditioning_that_does_not_depend_on_it():
     for changes in ({}, {"height": 32}, {"true_cfg_scale": 4.0}, {"true_cfg_scale": 3.0}):
         cache.of(make_request(**changes))
     assert len(codec.asked) == 2
-
-
-def test_a_version_is_taken_once_and_by_its_number():
-    staged: StagedVersion[str] = StagedVersion("rollout-0")
-    with pytest.raises(EngineError, match=r"^rollout-0: asked for version 1, staged is None$"):
-        staged.take(1)
-    staged.put(1, "first")
-    staged.put(2, "second")
-    with pytest.raises(EngineError, match=r"^rollout-0: asked for version 1, staged is 2$"):
-        staged.take(1)
-    assert staged.take(2) == "second", "a wrong question takes nothing"
-    with pytest.raises(EngineError, match="staged is None"):
-        staged.take(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import pytest
@@ -30,7 +30,7 @@ def engine(checkpoint: str, dtype: str = "float32", **rollout: Any) -> VllmOmniE
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Provides vLLM-Omni's CUDA platform as on an H100 with flash kernels, whose libraries are absent here."""
+    """Provides vLLM-Omni's CUDA platform as on an H100 with flash kernels."""
     for name in ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     from vllm.platforms.interface import DeviceCapability
@@ -51,15 +51,12 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("bfloat16", "TORCH_SDPA", "SDPABackend"),
     ],
 )
-def test_float32_weights_get_attention_that_flash_kernels_would_refuse(hopper, checkpoint, dtype, asked, kernels):
+def test_attention_of_float32_weights(hopper, checkpoint, dtype, asked, kernels):
+    from omni_async.rollout.vllm_cpu import CpuOmniPlatform
+
     chosen = engine(checkpoint, dtype, attention_backend=asked)._chosen_attention()
     for head_size in (24, 64, 128):
         assert hopper.get_diffusion_attn_backend_cls(chosen, head_size).endswith(f".{kernels}")
-
-
-def test_the_cpu_has_the_same_attention_whatever_the_dtype(checkpoint):
-    from omni_async.rollout.vllm_cpu import CpuOmniPlatform
-
     chosen = {engine(checkpoint, dtype)._chosen_attention() for dtype in ("float32", "bfloat16")}
     assert len({CpuOmniPlatform.get_diffusion_attn_backend_cls(one, 64) for one in chosen}) == 1
 
@@ -68,9 +65,7 @@ def test_the_cpu_has_the_same_attention_whatever_the_dtype(checkpoint):
     ("asked", "accelerator", "eager"),
     [("auto", False, True), ("auto", True, False), ("on", False, False), ("off", True, True)],
 )
-def test_vllm_omni_gets_the_keys_of_the_recipe(
-    monkeypatch, checkpoint, asked: Literal["auto", "on", "off"], accelerator, eager
-):
+def test_vllm_omni_gets_the_keys_of_the_recipe(monkeypatch, checkpoint, asked, accelerator, eager):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator)
     monkeypatch.setattr("vllm_omni.AsyncOmni", lambda **arguments: arguments)
     given = engine(checkpoint, compile=asked, engine_args={"vae_use_tiling": True})._build()
@@ -87,7 +82,7 @@ def test_vllm_omni_gets_the_keys_of_the_recipe(
     ],
 )
 @pytest.mark.parametrize("error", [ValueError, TypeError])
-def test_arguments_that_vllm_omni_refuses_are_named_with_their_key(monkeypatch, checkpoint, rollout, key, error):
+def test_refused_arguments_are_named(monkeypatch, checkpoint, rollout, key, error):
     def refuse(**arguments: Any) -> None:
         raise error("Unknown diffusion\nconfig field(s)")
 
