@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from omni_async.algorithms.correction import Drift, correct, loss_factor, normaliser
 from omni_async.config.algorithm import automatic_correction
 from tests.support.fakes import TinyPolicy, load_model
 from tests.training.training_world import (
@@ -164,55 +165,51 @@ def test_a_clip_range_in_nats_clips_where_the_densities_of_whole_samples_say_so(
     assert 0 < metrics["clip_fraction"] < 1
 
 
-# ---- weights ---------------------------------------------------------------------------------------------------------
+# ---- weights and masks -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cap", [None, 1.1])
+BAND = {**WEIGHTED, "normalise": True, "band": (0.7, 1.6), "kappa_nats": 0.25}
+MASKED = {**WEIGHTED, "cap": None, "kappa_nats": 0.2}
+REJECTED = {"k1": (math.exp(-0.25), math.exp(0.1)), "reject_level": "sum"}
+
+
+@pytest.mark.parametrize("size", [1, 5, 100])
 @pytest.mark.parametrize(
-    ("level", "log_ratio"),
-    [("step", "sum"), ("step", "mean"), ("trajectory", "sum"), ("trajectory", "mean"), ("sequence", "mean")],
+    "correction",
+    [
+        {**WEIGHTED, "cap": None},
+        {**WEIGHTED, "cap": 1.1, "log_ratio": "mean"},
+        {**WEIGHTED, "cap": 1.1, "level": "trajectory"},
+        {**WEIGHTED, "cap": None, "level": "trajectory", "log_ratio": "mean", "k3": 0.0003, "reject_level": "max"},
+        {**MASKED, "level": "sequence", "log_ratio": "mean"},
+        *({**base, "denominator": which} for base in (BAND, MASKED) for which in ("kept", "all")),
+        {**WEIGHTED, "kappa_nats": 0.2, "k2": 0.02},
+        {"mode": "bypass", **REJECTED},
+        {"mode": "decoupled", **REJECTED},
+    ],
 )
-def test_importance_weights_multiply_the_gradient(cap, level, log_ratio):
-    engine, groups = moved(correction={**WEIGHTED, "cap": cap, "level": level, "log_ratio": log_ratio}, size=3)
-
-    def losses(steps: list[Step]) -> list[Tensor]:
-        found = []
-        for i, s in enumerate(steps):
-            both = steps[i - i % 2].nats + steps[i - i % 2 + 1].nats  # the two steps of the sample
-            exponent = s.nats if level == "step" else both
-            if log_ratio == "mean":
-                exponent = {"step": s.nats / 24, "trajectory": both / 2 / 24, "sequence": both / 24}[level]
-            found.append(-min(math.exp(exponent), cap or math.inf) * s.advantage * s.log_prob)
-        return found
-
-    assert assert_trains(engine, groups, losses)["ratio_deviation"] == 0
-
-
-@pytest.mark.parametrize("denominator", ["kept", "all"])
-@pytest.mark.parametrize("normalised", [True, False])
-def test_masked_steps_and_normalised_weights_are_divided_by_the_rows_that_the_denominator_counts(
-    denominator, normalised
-):
-    band = {"normalise": True, "band": (0.7, 1.6)} if normalised else {"cap": None}
-    correction = {**WEIGHTED, **band, "kappa_nats": 0.25 if normalised else 0.2, "denominator": denominator}
-    engine, groups = moved(correction=correction, size=3)
-    num_kept = 0
+def test_the_gradient_is_that_of_weighted_and_masked_rows_however_they_are_cut(correction, size):
+    """The formulas of `correct` have tests of their own."""
+    engine, groups = moved(correction=correction, size=size)
+    settings, corrected = engine.config.algorithm.correction, []
 
     def loss(steps: list[Step]) -> Tensor:
-        nonlocal num_kept
-        weighted = [(math.exp(s.nats), s) for s in steps]
-        inside = [(w, s) for w, s in weighted if not normalised or 0.7 <= w <= 1.6]
-        kept = [(w, s) for w, s in inside if s.kappa <= correction["kappa_nats"]]
-        num_kept = len(kept)
-        assert 2 < num_kept < len(inside) <= (ROWS - 1 if normalised else ROWS)
-        counted = kept if denominator == "kept" else inside
-        below = sum(w for w, _ in counted) if normalised else len(counted)
-        return torch.stack([-w * s.advantage * s.log_prob for w, s in kept]).sum() / below
+        log_ratio, kappa = (torch.tensor(x, dtype=torch.float64).view(-1, 2) for x in rows_of(steps))
+        corrected.append(correct(Drift(log_ratio, kappa), settings, 24))
+        olds = [s.recorded if settings.mode == "bypass" else s.log_prob.detach() for s in steps]
+        losses = [surrogate((s.log_prob - old).exp(), s.advantage) for s, old in zip(steps, olds, strict=True)]
+        mean = (corrected[0].weight.flatten() * torch.stack(losses)).mean()
+        return mean * loss_factor(*normaliser(corrected[0], settings))
 
     metrics = assert_trains(engine, groups, loss)
-    assert metrics["masked"] == 1 - num_kept / ROWS
-    assert normalised or metrics["masked/kappa_nats"] == metrics["masked"]
-    assert metrics["advantage_abs"] == pytest.approx(sum(abs(a) for g in groups for a in g.advantages) / 8)
+    [found] = corrected
+    assert metrics.get("masked", 0) == (~found.kept).double().mean().item() < 1
+    assert all(metrics[f"masked/{name}"] == masked.double().mean().item() > 0 for name, masked in found.masked.items())
+
+
+def rows_of(steps: list[Step]) -> tuple[list[float], list[float]]:
+    """Returns log-ratios and kappas, in nats."""
+    return [s.nats for s in steps], [s.kappa for s in steps]
 
 
 def test_weights_given_by_the_update_replace_those_of_the_rows():
@@ -234,31 +231,6 @@ def test_weights_given_by_the_update_replace_those_of_the_rows():
     assert "masked/kappa_nats" not in metrics
 
 
-# ---- masks -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["bypass", "decoupled"])
-@pytest.mark.parametrize("size", [1, 5, 100])
-def test_rejection_of_samples_sees_whole_samples(mode, size):
-    correction = {"mode": mode, "k1": (math.exp(-0.25), math.exp(0.1)), "reject_level": "sum"}
-    engine, groups = moved(correction=correction, size=size)
-    for rows, counts in engine._loss.batches(groups[0]):
-        assert counts
-        assert rows.row_ids == [(sample, n) for sample in sorted({i for i, _ in rows.row_ids}) for n in (0, 1)]
-        assert len(rows.row_ids) <= max(2, size)
-    kept: list[Step] = []
-
-    def losses(steps: list[Step]) -> list[Tensor]:
-        for both in zip(steps[::2], steps[1::2], strict=True):
-            kept.extend(both if -0.25 <= sum(s.nats for s in both) <= 0.1 else ())
-        olds = [s.recorded if mode == "bypass" else s.log_prob.detach() for s in kept]
-        return [surrogate((s.log_prob - old).exp(), s.advantage) for s, old in zip(kept, olds, strict=True)]
-
-    metrics = assert_trains(engine, groups, losses)
-    assert 2 < len(kept) < 14
-    assert metrics["masked/k1"] == 1 - len(kept) / ROWS
-
-
 def test_nothing_left_is_no_gradient_and_no_loss():
     changes = {"optimizer": "sgd", "trainer.optimizer.weight_decay": 0.0}
     engine, groups = moved(correction={"mode": "decoupled", "kappa_nats": 1e-6}, **changes)
@@ -266,25 +238,3 @@ def test_nothing_left_is_no_gradient_and_no_loss():
     metrics = step_on(engine, *groups)
     assert torch.equal(weights(engine), before)
     assert (metrics["masked"], metrics["loss"], metrics["grad_norm"]) == (1, 0, 0)
-
-
-@pytest.mark.parametrize(
-    "correction",
-    [
-        {"normalise": True, "kappa_nats": 0.2},
-        {"normalise": True, "kappa_nats": 0.2, "denominator": "all"},
-        {"kappa_nats": 0.2, "k2": 0.02},
-        {"level": "sequence", "log_ratio": "mean", "kappa_nats": 0.2},
-        {"level": "trajectory", "k3": 0.05, "reject_level": "max"},
-    ],
-)
-def test_the_normaliser_is_the_updates_however_rows_are_cut(correction):
-    results = []
-    for size in (1, 3, 100):
-        engine, groups = moved(correction={**WEIGHTED, **correction}, size=size)
-        metrics, got = trained(engine, *groups)
-        results.append((metrics, got))
-        assert 0 < metrics["masked"] < 1
-        assert metrics["grad_norm"] == pytest.approx(math.sqrt(sum(g.square().sum().item() for g in got.values())))
-        assert_gradients(got, results[0][1])
-        assert metrics == pytest.approx(results[0][0], rel=1e-4, abs=1e-6)
