@@ -160,13 +160,6 @@ def test_centred_rewards_times_the_global_scale_are_the_advantages_as_are_those_
         assert torch.equal(advantages(aggregate=aggregate, ddof=ddof), plain)
 
 
-def test_tracked_are_the_weighted_sum_or_every_scorer():
-    total = tracked_rewards(REWARDS, WEIGHTS, Advantage())
-    assert total.squeeze(1).tolist() == [2.0 * a + -0.5 * b for a, b in REWARDS.tolist()]
-    for aggregate in ("advantages", "gdpo"):
-        assert torch.equal(tracked_rewards(REWARDS, WEIGHTS, Advantage(aggregate=aggregate)), REWARDS)
-
-
 TRACKED = Advantage(track_prompts=True)
 
 

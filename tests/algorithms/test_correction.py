@@ -15,7 +15,6 @@ from omni_async.algorithms.correction import (
     Drift,
     correct,
     effective_sample_size,
-    importance_weights,
     interpolated_log_prob,
     k1_mask,
     loss_factor,
@@ -190,32 +189,6 @@ def naive_weights(log_ratio, settings, num_elements):
             own = [w if settings.band[0] <= w <= settings.band[1] else 0.0 for w in own]
         weights.append([min(w, settings.cap or math.inf) for w in own])
     return matrix(*weights)
-
-
-def test_the_band_judges_weights_before_the_cap_truncates_them():
-    weight, _ = importance_weights(matrix([0.4, 0.9, 2.5, 3.5]).log(), asked(cap=2.0, band=(0.5, 3.0)), 1)
-    assert weight.tolist()[0] == pytest.approx([0.0, 0.9, 2.0, 0.0])
-
-
-@pytest.mark.parametrize("level", ["step", "trajectory"])
-def test_tempered_weights_reach_the_target(level):
-    log_ratio = -2 + 2 * normal(0, 5000, 3)
-    weight, gamma = importance_weights(log_ratio, asked(weights="tempered", level=level, ess_target=0.6), 50)
-    assert 0 < gamma < 1
-    assert ess(weight.log().flatten()) == pytest.approx(0.6, rel=1e-6)
-    exponent = log_ratio if level == "step" else log_ratio.sum(dim=1, keepdim=True).expand(-1, 3)
-    assert gamma == pytest.approx(tempering_exponent(exponent, 0.6), rel=1e-8)
-    torch.testing.assert_close(weight, (gamma * exponent).exp())
-
-
-@given(st.integers(0, 1000), st.floats(0.1, 30.0), st.floats(0.1, 3.0))
-@examples(max_examples=60, deadline=None)
-def test_clamp_and_cap_never_lower_the_effective_sample_size(seed, spread, cap):
-    log_ratio = spread * normal(seed, 40, 1)
-    capped, _ = importance_weights(log_ratio, asked(cap=cap), 1)
-    assert ess(capped.log()) >= ess(log_ratio) * (1 - 1e-12)
-    tempered, _ = importance_weights(log_ratio, asked(weights="tempered", ess_target=0.7, cap=cap), 1)
-    assert ess(tempered.log()) >= 0.7 * (1 - 1e-12)
 
 
 # All of it together

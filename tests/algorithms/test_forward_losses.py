@@ -19,10 +19,8 @@ from omni_async.algorithms.objectives.forward import (
     diffusion_nft,
     draw_sigmas,
     log_likelihood,
-    mean_square,
     noised,
     preference,
-    target,
 )
 from omni_async.algorithms.registry import BUILT_IN, find_objective
 from omni_async.config.algorithm import Advantage, Algorithm, Awm, Dpo, Forward, Nft
@@ -470,21 +468,6 @@ def generator_of(seed):
     return np.random.default_rng(seed)
 
 
-def test_noising_by_hand():
-    final = torch.tensor([[[1.0, 2.0]], [[3.0, -4.0]], [[5.0, 6.0]]])
-    noise = torch.tensor([[[0.0, 1.0]], [[-1.0, 2.0]], [[7.0, 8.0]]])
-    expected = torch.tensor([[[0.75, 1.75]], [[1.0, -1.0]], [[7.0, 8.0]]])
-    assert torch.equal(noised(final, noise, torch.tensor([0.25, 0.5, 1.0])), expected)
-
-
-def test_the_target_is_the_derivative_of_the_path():
-    final, noise = torch.randn(2, 3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    sigma = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, requires_grad=True)
-    for row in range(3):
-        slope = torch.autograd.functional.jacobian(lambda s: noised(final, noise, s)[row], sigma)[..., row]  # noqa: B023
-        torch.testing.assert_close(slope, target(final, noise)[row], atol=1e-12, rtol=0)
-
-
 @pytest.mark.parametrize(
     ("noise", "sigma", "message"),
     [
@@ -496,17 +479,6 @@ def test_the_target_is_the_derivative_of_the_path():
 def test_noising_refuses_what_would_broadcast(noise, sigma, message):
     with pytest.raises(ValueError, match=message):
         noised(torch.zeros(2, 3), noise, sigma)
-
-
-def test_mean_square_keeps_the_gradient_to_its_first_argument():
-    a = torch.tensor([[[1.0, 2.0]], [[0.0, 0.0]]], requires_grad=True)
-    b = torch.tensor([[[0.0, 4.0]], [[3.0, 4.0]]], requires_grad=True)
-    value = mean_square(a, b)
-    assert value.dtype == torch.float64
-    assert value.tolist() == [2.5, 12.5]
-    value.sum().backward()
-    assert a.grad.tolist() == [[[1.0, -2.0]], [[-3.0, -4.0]]]
-    assert b.grad is None
 
 
 def test_number_of_draws():
@@ -572,14 +544,6 @@ def test_logit_normal_strata_come_in_random_order_and_never_below_a_hundredth():
     assert len(orders) == 6
     many = Forward(draws=1000, sigmas="logit_normal", shift=0.2)  # the first thousandth lies below before the clamp
     assert draw_sigmas(SCHEDULE, many, 1.0, generator_of(0)).min().item() == pytest.approx(0.01, abs=1e-8)
-
-
-def test_the_generator_decides():
-    for kind in ("schedule", "logit_normal"):
-        forward = Forward(sigmas=kind)
-        first, again, other = (draw_sigmas(SCHEDULE, forward, 1.0, generator_of(seed)) for seed in (3, 3, 4))
-        assert torch.equal(first, again)
-        assert not torch.equal(first, other)
 
 
 def test_impossible_draws_are_refused():

@@ -231,12 +231,9 @@ def test_flow_dppo(kind, width, kl_coef):
 @pytest.mark.parametrize(
     ("dppo", "drops"),
     [
-        (Dppo(kappa_max=0.126), False),
         (Dppo(kappa_max=0.124), True),
         (Dppo(kappa_max_nats=6 * 0.126, kappa_max=1e-9), False),
         (Dppo(kappa_max_nats=6 * 0.124, kappa_max=1e9), True),
-        (Dppo(kappa_max=0.0051, width="unit"), False),
-        (Dppo(kappa_max=0.0049, width="unit"), True),
     ],
 )
 def test_flow_dppo_drops_rows_beyond_the_limit_only_where_they_move_away(dppo, drops):
@@ -308,19 +305,6 @@ def surrogate(given, algorithm=Algorithm(clip_range=0.1)):  # noqa: B008
     return clipped_surrogate(given, algorithm, log_ratios(given), log_ratios_nats(given))
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_the_clipped_surrogate_and_its_gradient_by_hand(dtype, tolerance):
-    given = inputs([1.05, 1.3, 0.7, 1.3, 0.7, 1.0], [2.0, 2.0, 2.0, -2.0, -2.0, 0.0], dtype)
-    loss, metrics = surrogate(given)
-    assert loss.dtype == torch.float64
-    close(loss, [-2.1, -2.2, -1.4, 2.6, 1.8, 0.0], tolerance)
-    loss.sum().backward()
-    close(given.log_prob.grad, [-2.1, 0.0, -1.4, 2.6, 0.0, 0.0], tolerance)  # -A r, and 0 where the clip holds
-    assert metrics["clipped_high"].tolist() == [0, 1, 0, 1, 0, 0]
-    assert metrics["clipped_low"].tolist() == [0, 0, 1, 0, 1, 0]
-    close(metrics["ratio_deviation"], [0.05, 0.3, 0.3, 0.3, 0.3, 0.0], tolerance)
-
-
 def test_tiny_clip_ranges_work_in_float32():
     given = inputs([1.0, 1.0], [1.0, 1.0], torch.float32, log_prob=torch.tensor([0.9e-6, 1.1e-6]))
     assert surrogate(given, Algorithm(clip_range=1e-6))[1]["clipped_high"].tolist() == [0, 1]
@@ -334,6 +318,7 @@ def test_tiny_clip_ranges_work_in_float32():
         (grpo_guard, "dance", {}, Algorithm(), "'flow' alone; got 'dance'"),
         (grpo_guard, "flow", {"old_mean": None}, Algorithm(), "grpo_guard needs old_mean"),
         (flow_dppo, "flow", {"old_mean": None}, Algorithm(), "flow_dppo needs old_mean"),
+        (gspo, "flow", {"ref_mean": None}, Algorithm(kl_coef=0.7), r"kl_coef is 0\.7 but there is no ref_mean"),
     ],
 )
 def test_what_an_objective_cannot_use_is_refused(objective, kind, changes, algorithm, message):
@@ -350,16 +335,12 @@ def test_a_clip_range_is_given_once_and_in_nats_only_where_the_log_ratio_is_one_
 
 
 @pytest.mark.parametrize(("form", "divisor"), [("published", 2 * 0.5**2), ("exact", 2 * 0.2**2), ("mean", 1.0)])
-def test_each_kl_form_by_hand_and_its_pull_to_the_reference(form, divisor):
-    mean = torch.full((1, 2, 3), 0.3, dtype=torch.float64, requires_grad=True)
-    ref = torch.full((1, 2, 3), 0.1, dtype=torch.float64, requires_grad=True)
+def test_each_kl_form_by_hand(form, divisor):
+    mean, ref = (torch.full((1, 2, 3), value, dtype=torch.float64) for value in (0.3, 0.1))
     given = inputs([1.0], [0.0], mean=mean, ref_mean=ref)
     out = objective_output(given, Algorithm(kl_coef=0.5, kl_form=form), torch.zeros(1, dtype=torch.float64), {})
     close(out.loss, [0.5 * 0.04 / divisor])
     close(out.metrics["kl_ref"], [0.04 / divisor])
-    out.loss.sum().backward()
-    close(mean.grad, torch.full_like(mean, 0.5 * 2 * 0.2 / (divisor * 6)))
-    assert ref.grad is None
 
 
 # What all have in common
@@ -409,13 +390,6 @@ def test_every_transition_objective_is_covered_here():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_cases_reach_both_sides_of_their_trust_region(case):
-    metrics = compute(CASES[case])(of_two_steps()[1], CASES[case]).metrics
-    beyond = metrics["dropped"] if "dropped" in metrics else metrics["clipped_low"] + metrics["clipped_high"]
-    assert 0 < beyond.sum() < len(beyond)
-
-
-@pytest.mark.parametrize("case", CASES)
 def test_the_gradient_with_respect_to_log_prob_and_mean_is_the_numerical_one(case):
     algorithm = changed(with_kl(case), mix=Mix(log_ratio_coef=0.3))
     _, given = of_two_steps(rows=6)
@@ -436,7 +410,7 @@ def test_everything_but_log_prob_and_mean_is_data(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_float32_agrees_with_float64_in_value_and_gradient_and_metrics_are_detached_rows_of_that_dtype(case):
+def test_float32_agrees_with_float64_on_both_sides_of_the_trust_region(case):
     algorithm = with_kl(case)
     _, given = of_two_steps()
     results = []
@@ -447,6 +421,12 @@ def test_float32_agrees_with_float64_in_value_and_gradient_and_metrics_are_detac
         assert (out.loss.shape, out.loss.dtype, out.loss.requires_grad) == ((24,), dtype, True)
         assert {"ratio_deviation", "approx_kl", "kl_ref"} <= out.metrics.keys()
         assert all((m.shape, m.dtype, m.requires_grad) == ((24,), dtype, False) for m in out.metrics.values())
+        beyond = (
+            out.metrics["dropped"]
+            if "dropped" in out.metrics
+            else out.metrics["clipped_low"] + out.metrics["clipped_high"]
+        )
+        assert 0 < beyond.sum() < len(beyond)
         results.append((out.loss, *torch.autograd.grad(out.loss.sum(), leaves, materialize_grads=True)))
     for exact, single in zip(*results, strict=True):
         close(single.double(), exact, 1e-5)
@@ -464,27 +444,6 @@ def test_a_sample_does_not_depend_on_its_batch(case):
         assert torch.equal(whole.loss[own], alone.loss)
         for name, value in alone.metrics.items():
             assert torch.equal(whole.metrics[name][own], value)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_weight_per_sample_multiplies_its_loss_and_gradient(case):
-    weight = torch.linspace(0, 2, 12, dtype=torch.float64).repeat_interleave(2)
-    steps, _ = of_two_steps()
-    loss, gradient = loss_and_gradient(steps, CASES[case])
-    weighted, weighted_gradient = loss_and_gradient(steps, CASES[case], weight=weight)
-    close(weighted, weight * loss.detach())
-    close(weighted_gradient, weight[:, None, None] * gradient)
-
-
-@pytest.mark.parametrize("case", WITH_KL)
-def test_the_kl_is_added_unweighted(case):
-    algorithm = changed(CASES[case], kl_coef=0.7)
-    _, given = of_two_steps(weight=torch.zeros(24, dtype=torch.float64))
-    out = compute(algorithm)(given, algorithm)
-    close(out.loss, 0.7 * out.metrics["kl_ref"])
-    with pytest.raises(ValueError, match=r"kl_coef is 0\.7 but there is no ref_mean"):
-        compute(algorithm)(of_two_steps(ref_mean=None)[1], algorithm)
-    assert "kl_ref" not in compute(algorithm)(of_two_steps(ref_mean=None)[1], CASES[case]).metrics
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -52,21 +52,6 @@ def test_the_gradient_is_that_of_the_mean_loss(cfg, through):
     assert_trains(engine, groups, clipped)
 
 
-@pytest.mark.parametrize("size", [1, 3, 100])
-def test_an_objective_of_samples_gets_all_their_steps(size):
-    """Uses GSPO: s = exp(mean of Delta over a sample's steps), one surrogate per sample."""
-    engine, groups = moved(0.02, name="gspo", clip_range=0.005, size=size)
-    losses: list[torch.Tensor] = []
-
-    def gspo(steps: list[Step]) -> list[torch.Tensor]:
-        for first, second in zip(steps[::2], steps[1::2], strict=True):
-            losses.append(surrogate((first.ratio * second.ratio).sqrt(), first.advantage, 0.005))
-        return losses
-
-    metrics = assert_trains(engine, groups, gspo)
-    assert metrics["loss"] == pytest.approx(torch.stack(losses).mean().item(), abs=1e-6)
-
-
 def test_the_step_is_the_optimizers_and_micro_batches_do_not_matter():
     results = []
     for size in (1, 3, 8, 100):
@@ -237,24 +222,14 @@ def fractional(size: int = 3, **changes: object) -> tuple[TrainEngine, GroupBatc
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_rows_are_the_chosen_steps_of_every_sample(size):
+def test_gradient_weights_and_drift_are_of_the_chosen_rows_in_order(size):
     engine, group, chosen = fractional(size)
-    batches = [rows for rows, _ in engine._loss.batches(group)]
-    expected = [(i, k) for i in range(4) for k in chosen[i]]
-    assert [step for rows in batches for step in rows.steps] == [k for _, k in expected]
-    assert [row_id for rows in batches for row_id in rows.row_ids] == [(i, n) for i in range(4) for n in (0, 1)]
-    assert torch.cat([rows.staleness for rows in batches]).tolist() == [10 * i + k for i, k in expected]
-    for name, shift in (("latents", 0), ("next_latents", 1)):
-        found = torch.cat([getattr(rows, name) for rows in batches])
-        assert torch.equal(found, torch.stack([group.trajectories[i]["latents"][k + shift] for i, k in expected]))
-
-
-def test_gradient_weights_and_drift_are_of_the_chosen_rows_in_order():
-    engine, group, chosen = fractional()
     assert_trains(engine, [group], clipped, chosen)
 
-    engine, group, chosen = fractional(correction={"mode": "decoupled"})
+    engine, group, chosen = fractional(size, correction={"mode": "decoupled"})
     steps = list(steps_of(model_of(engine), engine.config, group, chosen))
+    ages = [row for rows, _ in engine._loss.batches(group) for row in rows.staleness.tolist()]
+    assert ages == [10 * s.sample + s.position for s in steps]
     drifts = engine.recompute_proximal(group)
     assert [x for d in drifts for x in d.log_ratio] == pytest.approx([s.nats for s in steps], abs=2e-5)
     expected = torch.stack([s.log_prob for s in steps]).detach().reshape(4, 2)

@@ -12,16 +12,14 @@ import pytest
 import torch
 import yaml
 
-from omni_async.algorithms.kinds import find_kind, trajectory_fields
-from omni_async.algorithms.registry import find_objective, objective_names
+from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.validation import problems
 from omni_async.cli import main
 from omni_async.config import ConfigError, load, resolved_yaml, with_settings
 from omni_async.config.schema import Config
-from omni_async.roles.plan import plan_updates
 from tests.support.fakes import TinyPolicy
 from tests.support.places import ROOT
-from tests.training.outside import KIND, OBJECTIVE, EnergySettings
+from tests.training.outside import EnergySettings
 from tests.training.training_world import (
     Step,
     assert_gradients,
@@ -78,17 +76,6 @@ def test_a_kind_of_another_package_is_trained():
     assert_gradients(found, expected)
     assert metrics["loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
     assert export(engine, 1)[0].digest != before.digest
-
-
-@pytest.mark.usefixtures("installed")
-def test_what_it_needs_of_a_run_is_read_off_it():
-    config = ours()
-    assert find_kind("ends") is KIND and find_objective("weighted_energy") is OBJECTIVE
-    assert "weighted_energy" in objective_names()
-    assert trajectory_fields(OBJECTIVE, config) == ("final", "conditioning")
-    plan = plan_updates(config)
-    assert (plan.rows_per_sample, plan.samples_per_group, plan.mode, plan.proximal) == (1, 4, "unscaled", False)
-    assert list(problems(config)) == []
 
 
 @pytest.mark.usefixtures("installed")

@@ -195,13 +195,6 @@ def test_weights_and_masks_of_all_rows_and_of_each_denoising_step():
     assert got == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
-def test_without_means_there_is_no_kappa():
-    engine, groups, _ = drifted()
-    for t in groups[0].trajectories:
-        del t["means"]
-    assert not {name for name in step_on(engine, groups[0]) if name.startswith("kappa")}
-
-
 def test_log_ratios_of_unnormalised_kinds_are_in_nats_too():
     """Uses cps, whose log-probs are -<(x' - mean)^2>; the log-ratio of the sample is D / (2 scale^2) times their
     difference."""

@@ -17,8 +17,6 @@ from tests.support.fakes import load_model
 from tests.training.drawn import drawn_by_an_engine, random_group
 from tests.training.training_world import (
     CPU,
-    LORA,
-    assert_close,
     assert_gradients,
     export,
     load,
@@ -97,23 +95,6 @@ async def test_the_trainer_finds_the_log_probs_of_the_engine_on_its_device(check
     recorded = torch.stack([sample["log_probs"] for sample in group.trajectories])
     difference = (log_probs(engine, group) - recorded).abs()
     assert difference.max() < most
-
-
-@pytest.mark.parametrize(
-    ("device", "backend"), [pytest.param("cpu", "fsdp2", marks=pytest.mark.thorough), *ACCELERATED]
-)
-def test_a_fused_optimizer_takes_the_same_step_on_the_same_gradients(checkpoint, device, backend):
-    engine, group = with_group(checkpoint, device, backend=backend, dtype="bfloat16", lora=LORA, payload="lora")
-    engine.accumulate(group, 1.0)
-
-    def stepped(**implementation: bool) -> dict[str, torch.Tensor]:
-        copies = {name: torch.nn.Parameter(p.detach().clone()) for name, p in engine._model.trainable.items()}
-        for name, copy in copies.items():
-            copy.grad = engine._model.trainable[name].grad
-        torch.optim.AdamW(copies.values(), lr=1e-2, **implementation).step()
-        return {name: whole(copy).cpu() for name, copy in copies.items()}
-
-    assert_close(stepped(fused=True), stepped(foreach=True), atol=1e-6)
 
 
 @pytest.mark.gpu

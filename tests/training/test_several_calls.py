@@ -39,9 +39,10 @@ def test_the_gradient_is_that_of_all_calls_under_the_samples_advantage(size):
     assert (metrics["row_staleness/mean"], metrics["row_staleness/max"]) == (1.5, 2)
 
 
-def test_an_objective_of_samples_takes_the_ratio_over_all_calls():
-    """Uses GSPO, as it is written out for samples of one call."""
-    engine, (first, second) = moved(0.02, name="gspo", clip_range=0.005, size=3)
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_an_objective_of_samples_takes_the_ratio_over_all_calls(size):
+    """Uses GSPO: s = exp(mean of Delta over a sample's steps), one surrogate per sample."""
+    engine, (first, second) = moved(0.02, name="gspo", clip_range=0.005, size=size)
     model, losses = model_of(engine), []
     calls = [list(steps_of(model, engine.config, group)) for group in (first, second)]
     for i in range(0, 2 * first.size, 2):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from omni_async.config import ConfigError
 from omni_async.roles.plan import require_trainable
 from omni_async.training import TrainingError
 from omni_async.training.engine import TrainEngine
-from omni_async.training.groups import GroupBatch, joined
+from omni_async.training.groups import GroupBatch
 from tests.support.fakes import tiny_group
 from tests.training.training_world import (
     NFT,
@@ -102,16 +101,6 @@ def test_groups_of_different_buckets_do_not_share():
     assert (drawn_by(wide, 0).spec, drawn_by(square, 1).spec) == (wide, square)
     step_on(engine, drawn_by(wide, 0), drawn_by(square, 1), drawn_by(square, 2))
     assert rows == [8, 16]
-
-
-def test_padding_is_dropped_where_a_rank_has_samples():
-    _, (first, second) = moved()
-    padding = [replace(group, counts=False) for group in (first, second)]
-    both = joined([padding[0], second])
-    assert (both.counts, both.size, both.members) == (True, 8, [(1, 0), (1, 1), (1, 2), (1, 3)])
-    assert both.seeds == [*second.seeds]
-    alone = joined(padding)
-    assert (alone.counts, alone.size, alone.seeds) == (False, 8, [*first.seeds])
 
 
 def test_pairs_do_not_share():

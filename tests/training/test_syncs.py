@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from omni_async.training.metrics import _on_host
 from tests.support.fakes import tiny_group
 from tests.training.training_world import NFT, make_config, started
 
@@ -80,11 +78,3 @@ def test_a_proximal_pass_fetches_the_rows_of_a_micro_batch_together():
     with Syncs() as accumulating:
         engine.accumulate(group, 0.1)
     assert accumulating.found["sent"] == accumulating.found["fetched"] == 0
-
-
-def test_metrics_of_a_device_come_in_one_copy_and_in_order():
-    values = [torch.empty(2, device=META), torch.tensor([7.0]), torch.empty(1, device=META, dtype=torch.float64)]
-    with Syncs() as syncs:
-        found: list[Tensor] = _on_host(values)
-    assert [one.tolist() for one in found] == [[0, 1], [7], [2]]
-    assert syncs.found == {"fetched": 1}

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import replace
 
 from omni_async.types import Piece, TensorSpec, WeightManifest
 from omni_async.weights import buckets
-from omni_async.weights import digest as digest_module
-from omni_async.weights.buckets import BucketSet, dtype_name, dtype_of, unpack
-from omni_async.weights.digest import WeightError, combine, digest, item_bytes, tensor_pieces, verify
+from omni_async.weights.buckets import BucketSet, unpack
+from omni_async.weights.digest import WeightError, combine, digest, tensor_pieces, verify
 from omni_async.weights.snapshot import Snapshot
-from tests.weights.conftest import DTYPES, some_tensors
+from tests.weights.conftest import some_tensors
 
 
 def test_buckets_keep_their_size_and_a_large_tensor_gets_its_own(packed):
@@ -36,23 +34,6 @@ def test_reading_is_without_copy_even_from_read_only_memory(packed):
     assert read["blocks.0.weight"].data_ptr() == address
     del frozen
     assert torch.equal(read["steps"], torch.arange(40))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"name": "other"}, "expected digest"),
-        ({"shape": (5, 8)}, "expected digest"),
-        ({"dtype": "int32"}, "expected digest"),
-        ({"dtype": "bfloat16"}, "cannot take 160 bytes"),
-        ({"dtype": "float7"}, "unknown tensor dtype 'float7'"),
-    ],
-)
-def test_a_changed_table_of_contents_is_found(packed, change, message):
-    tensors = list(packed[0].tensors)
-    tensors[2] = replace(tensors[2], **change)
-    with pytest.raises(WeightError, match=message):
-        verify(replace(packed[0], tensors=tuple(tensors)), packed[1])
 
 
 def test_a_piece_that_ends_within_an_element_is_found():
@@ -76,17 +57,10 @@ def test_flipped_bytes_and_truncated_or_missing_buckets_are_found(packed):
         verify(manifest, buckets)
 
 
-def test_a_digest_is_the_same_in_any_number_of_threads(packed, monkeypatch):
+def test_a_digest_is_the_same_in_any_number_of_threads(packed):
     manifest, buckets = packed
     named = [(s.name, s.dtype, s.shape, tensor_pieces(s, buckets)) for s in manifest.tensors]
     assert {combine(named, threads=threads) for threads in (1, 2, 5)} == {manifest.digest}
-    asked = list[int]()
-    monkeypatch.setattr(digest_module, "combine", lambda tensors, threads: asked.append(threads) or combine(tensors))
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    for worth in (1, 2**60):
-        monkeypatch.setattr(digest_module, "_WORTH_THREADS", worth)
-        verify(manifest, buckets)
-    assert asked == [3, 1]
 
 
 def test_a_name_appears_once_and_a_bucket_holds_at_least_a_byte():
@@ -148,9 +122,3 @@ def test_versions_are_of_the_same_tensors(change, message):
     packed.fill({**first, "b": torch.ones(2, 2)}.items())
     with pytest.raises(ValueError, match=re.escape(message)):
         packed.fill({**first, **change}.items())
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn, torch.complex64])
-def test_every_dtype_has_its_item_size(dtype):
-    assert item_bytes(dtype_name(dtype)) == dtype.itemsize
-    assert dtype_of(dtype_name(dtype)) is dtype

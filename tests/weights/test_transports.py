@@ -30,14 +30,6 @@ def write_version(path: Path, manifest: WeightManifest, buckets: list[Bucket]) -
         file.discard()
 
 
-def test_a_version_is_written_through_no_link(tmp_path: Path, packed: Packed) -> None:
-    (tmp_path / "kept").write_bytes(b"kept")
-    for suffix in (".tmp", ".safetensors"):
-        (tmp_path / f"version-000003{suffix}").symlink_to(tmp_path / "kept")
-    write_version(tmp_path / "version-000003.safetensors", *packed)
-    assert (tmp_path / "kept").read_bytes() == b"kept"
-
-
 @pytest.fixture
 def file(tmp_path: Path, packed: Packed) -> Path:
     path = tmp_path / "version-000003.safetensors"
