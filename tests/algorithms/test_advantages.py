@@ -191,9 +191,6 @@ def test_rewards_of_several_scorers_are_no_column():
         centred(torch.tensor([[1.0, 2.0]]))
 
 
-# Over a run
-
-
 @given(
     updates=st.lists(
         st.lists(st.tuples(st.integers(0, 4), st.integers(-800, 800), st.integers(-80, 80)), min_size=1, max_size=8),
@@ -328,9 +325,6 @@ def test_a_history_refuses_wrong_input_with_its_value(rewards, prompts, message)
     for use in (lambda: history.advantages(rewards, prompts, GLOBAL), lambda: history.commit(prompts, rewards)):
         with pytest.raises(ValueError, match=message):
             use()
-
-
-# The pair of a group
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([-1.0, 0.0, 1.0]), max_size=8))

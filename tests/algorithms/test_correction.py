@@ -51,9 +51,6 @@ def ess(log_weights):
     return effective_sample_size(log_weights).item()
 
 
-# Drift and effective sample size
-
-
 @given(st.lists(st.floats(-20, 20), min_size=1, max_size=20))
 @examples(max_examples=50, deadline=None)
 def test_the_effective_sample_size_is_its_formula(log_weights):
@@ -91,9 +88,6 @@ def test_the_effective_sample_size_of_weights_beyond_floating_point_of_none_and_
 def test_drift_that_cannot_be_is_refused(log_ratio, kappa, message):
     with pytest.raises(ValueError, match=message):
         Drift(log_ratio, kappa)
-
-
-# Masks
 
 
 def naive_mask(rows, level, accepts, statistic):
@@ -143,9 +137,6 @@ def test_m2po_keeps_the_first_among_equals_and_survives_overflow():
     assert m2po_mask(matrix([1e200, 0.1]), 1.0).tolist() == [[False, True]]
 
 
-# Tempering
-
-
 LOG_RATIOS = st.lists(st.floats(-50, 50), min_size=2, max_size=12).map(lambda values: matrix(*values))
 
 
@@ -171,9 +162,6 @@ def test_only_differences_between_log_ratios_count_and_all_of_them_alike_whateve
             tempering_exponent(log_ratio, target)
 
 
-# Weights
-
-
 def naive_weights(log_ratio, settings, num_elements):
     """Computes importance weights alone, row by row with Python numbers."""
     weights = []
@@ -190,8 +178,6 @@ def naive_weights(log_ratio, settings, num_elements):
         weights.append([min(w, settings.cap or math.inf) for w in own])
     return matrix(*weights)
 
-
-# All of it together
 
 ONE_ROW_AT_A_TIME = st.builds(
     lambda level, **chosen: asked(level=level[0], log_ratio=level[1], **chosen),
@@ -333,9 +319,6 @@ def test_impossible_settings_and_missing_kappa_are_refused(drift, chosen, num_el
         correct(drift, Correction(**chosen), num_elements)
 
 
-# The proximal policy without a pass of its own
-
-
 def test_the_proximal_policy_lies_between_the_other_two_by_version():
     versions = torch.tensor([[6, 5], [4, 3], [6, 7 - 10**9]])  # that took each step, while 7 is being made from 6
     behaviour = matrix([-1.0, -1.5], [-2.0, -2.5], [-0.1234567, -0.5]).requires_grad_()
@@ -369,8 +352,6 @@ def test_inputs_that_do_not_fit_are_refused(current, staleness, message):
     with pytest.raises(ValueError, match=message):
         interpolated_log_prob(torch.zeros(2), current, staleness)
 
-
-# Settings that contradict each other
 
 K = {"k1": (0.5, 2.0), "k2": 1.0, "k3": 1.0}
 DECOUPLED = {"mode": "decoupled", "weights": "importance"}

@@ -73,9 +73,6 @@ def test_impossible_schedules_are_refused(arguments, message):
         nft_decay(*arguments)
 
 
-# Of other packages
-
-
 @pytest.fixture
 def installed(monkeypatch):
     """Returns a function that has packages register objectives: names, and attributes of this file."""
@@ -159,9 +156,6 @@ def test_wrong_fields_and_settings_are_refused_where_the_objective_is_made():
         replace(THEIRS, fields=("final", "velocities"))
     with pytest.raises(TypeError, match=r"objective 'theirs': settings must be a subclass of .*Section"):
         replace(THEIRS, settings=msgspec.Struct)
-
-
-# What a recipe's objective means for the rest of it
 
 
 @pytest.mark.parametrize(("overrides", "said"), WRONG)

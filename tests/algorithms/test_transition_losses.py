@@ -343,8 +343,6 @@ def test_each_kl_form_by_hand(form, divisor):
     close(out.metrics["kl_ref"], [0.04 / divisor])
 
 
-# What all have in common
-
 CASES = {
     "flow_grpo": Algorithm(name="flow_grpo", clip_range=0.02),
     "flow_grpo/nats": Algorithm(name="flow_grpo", clip_range_nats=0.3),

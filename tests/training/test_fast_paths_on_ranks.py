@@ -11,15 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from omni_async.config.schema import Config
 from omni_async.training.engine import TrainEngine
 from tests.support.fakes import share
-from tests.training.training_world import (
-    LORA,
-    assert_close,
-    group_of,
-    make_config,
-    on_ranks,
-    started,
-    trainable,
-)
+from tests.training import training_world as world
 
 GUIDED = {"cfg": 2.0, "size": 2, "group_size": 3}
 FULL = {**GUIDED, "kl_coef": 0.1, "dtype": "bfloat16"}
@@ -27,9 +19,9 @@ SHARED = {**GUIDED, "size": 6, "optimizer": "sgd"}
 JOBS: dict[str, dict[str, Any]] = {
     "full": FULL,
     "full, gathered once": {**FULL, "trainer.gather": "step"},
-    "lora": {**GUIDED, "lora": LORA},
-    "lora, gathered once": {**GUIDED, "lora": LORA, "trainer.gather": "step"},
-    "lora, whole": {**GUIDED, "lora": LORA, "trainer.shard": 1},
+    "lora": {**GUIDED, "lora": world.LORA},
+    "lora, gathered once": {**GUIDED, "lora": world.LORA, "trainer.gather": "step"},
+    "lora, whole": {**GUIDED, "lora": world.LORA, "trainer.shard": 1},
     "shared": {**SHARED, "trainer.groups_per_micro_batch": 2},
 }
 # A layer of the fake model has two passes forward, one per branch of the guidance, and two backward. The root's weights
@@ -54,26 +46,26 @@ def update(engine: TrainEngine, number: int) -> tuple[dict[str, float], int]:
     """Makes an update of two groups; returns its metrics, and how often weights were gathered for its gradients."""
     with Collectives() as collectives:
         for i, seed in enumerate((2 * number, 2 * number + 1)):
-            engine.accumulate(share(group_of(engine, seed), engine.layout, start=3 * i), 1 / 12)
+            engine.accumulate(share(world.group_of(engine, seed), engine.layout, start=3 * i), 1 / 12)
         engine._accumulate_waiting()
     return engine.step(), collectives.gathers
 
 
 def run(engine: TrainEngine) -> dict[str, Any]:
-    return {"updates": [update(engine, number) for number in range(2)], "weights": trainable(engine)}
+    return {"updates": [update(engine, number) for number in range(2)], "weights": world.trainable(engine)}
 
 
 def run_all(rank: int, configs: dict[str, Config]) -> dict[str, Any]:
-    return {name: run(started(config, rank=rank)) for name, config in configs.items()}
+    return {name: run(world.started(config, rank=rank)) for name, config in configs.items()}
 
 
 @pytest.mark.thorough
 def test_two_ranks_exchange_less_and_train_the_same():
-    configs = {name: make_config(workers=2, **changes) for name, changes in JOBS.items()}
-    found = on_ranks(2, run_all, configs)
+    configs = {name: world.make_config(workers=2, **changes) for name, changes in JOBS.items()}
+    found = world.on_ranks(2, run_all, configs)
     ranks = {name: [results[name] for results in found] for name in JOBS}
     for rank, other in ranks.values():
-        assert_close(other["weights"], rank["weights"])
+        world.assert_close(other["weights"], rank["weights"])
 
     def gathers(name: str) -> list[int]:
         return [count for _, count in ranks[name][0]["updates"]]
@@ -91,11 +83,11 @@ def test_two_ranks_exchange_less_and_train_the_same():
     }
     for name in ("full", "lora"):
         assert metrics(f"{name}, gathered once") == metrics(name)
-        assert_close(ranks[f"{name}, gathered once"][0]["weights"], ranks[name][0]["weights"])
+        world.assert_close(ranks[f"{name}, gathered once"][0]["weights"], ranks[name][0]["weights"])
     for its, expected in zip(metrics("lora, whole"), metrics("lora"), strict=True):
         assert its == pytest.approx(expected, rel=1e-5, abs=1e-7)
-    assert_close(ranks["lora, whole"][0]["weights"], ranks["lora"][0]["weights"], atol=2e-6)
-    apart = run(started(make_config(**SHARED)))
+    world.assert_close(ranks["lora, whole"][0]["weights"], ranks["lora"][0]["weights"], atol=2e-6)
+    apart = run(world.started(world.make_config(**SHARED)))
     for its, (expected, _) in zip(metrics("shared"), apart["updates"], strict=True):
         assert its == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    assert_close(ranks["shared"][0]["weights"], apart["weights"], atol=1e-6)
+    world.assert_close(ranks["shared"][0]["weights"], apart["weights"], atol=1e-6)

@@ -103,9 +103,6 @@ def test_layers_that_are_compiled_still_are_after_their_operations_were_counted(
     assert compiled
 
 
-# ---- what the engine reports -----------------------------------------------------------------------------------------
-
-
 def counted(config: Any) -> tuple[float, int]:
     """Returns the operations of an update, and what torch counts of its forward and backward passes."""
     engine = started(config)

@@ -19,24 +19,7 @@ from omni_async.training.engine import TrainEngine
 from omni_async.training.forward_loss import make_draws
 from omni_async.training.groups import GroupBatch
 from tests.support.fakes import TinyPolicy, load_model, tiny_group
-from tests.training.training_world import (
-    LORA,
-    assert_gradients,
-    auxiliary_of,
-    gradients,
-    gradients_of,
-    group_of,
-    guided,
-    make_config,
-    model_of,
-    moved,
-    nudge,
-    started,
-    step_on,
-    steps_of,
-    surrogate,
-    trained,
-)
+from tests.training import training_world as world
 
 SCHEDULE = [1.0, 0.8, 0.6, 0.4, 0.2]
 
@@ -47,7 +30,7 @@ def loaded() -> nn.Module:
 
 def at_end(name: str, **changes: Any) -> tuple[TrainEngine, list[GroupBatch]]:
     """Returns an engine of an objective of final latents, away from the weights that were loaded, and two groups."""
-    return moved(**{"sde": None, "clip_range": None, "cfg": 2.0, "name": name, **changes})
+    return world.moved(**{"sde": None, "clip_range": None, "cfg": 2.0, "name": name, **changes})
 
 
 def computed(
@@ -64,10 +47,10 @@ def computed(
         for sigma, noise in zip(drawn.sigmas.double(), drawn.noises.double(), strict=True):
             point = (1 - sigma) * final + sigma * noise
             row = {"final": final, "noise": noise, "sigma": sigma, "advantage": torch.tensor(advantage).double()}
-            row["velocity"] = guided(model, config, t, point, sigma)
+            row["velocity"] = world.guided(model, config, t, point, sigma)
             for name, other in models.items():
                 field = f"{name.replace('erence', '')}_velocity"
-                row[field] = guided(other, config, t, point, sigma).detach()
+                row[field] = world.guided(other, config, t, point, sigma).detach()
             rows.append(row)
     draws = len(drawn.sigmas)
     if objective.kind == "preference":
@@ -124,23 +107,21 @@ def test_unusable_groups_are_refused_before_any_gradient():
     engine, _ = at_end("diffusion_dpo")
     with pytest.raises(ValueError, match="diffusion_dpo trains on pairs, got 4 samples"):
         engine.accumulate(tiny_group(TinyPolicy(), engine.config), 1.0)
-    assert gradients(engine) == {}
+    assert world.gradients(engine) == {}
     engine, groups = at_end("diffusion_nft")
     del groups[0].trajectories[3]["final"]
     with pytest.raises(ValueError, match=r"trajectory 3 of 4: the fields \['final'\] are missing"):
         engine.accumulate(groups[0], 1.0)
-    assert gradients(engine) == {}
+    assert world.gradients(engine) == {}
 
 
 def test_samples_that_no_policy_made_are_fresh_and_the_oldest_step_counts():
     engine, groups = at_end("diffusion_nft")
-    metrics = step_on(engine, replace(groups[0], staleness=[[], [2, 1, 1, 1, 0], [0] * 5, []]))
+    metrics = world.step_on(engine, replace(groups[0], staleness=[[], [2, 1, 1, 1, 0], [0] * 5, []]))
     assert (metrics["row_staleness/mean"], metrics["row_staleness/max"]) == (0.5, 2)
     with pytest.raises(TrainingError, match="diffusion_nft has no ratio to the policy that made a sample"):
         engine.recompute_proximal(groups[0])
 
-
-# ---- gradients -------------------------------------------------------------------------------------------------------
 
 AWM = {"kl_coef": 0.2, "fraction": 0.6, "ema": {"every": 1}, "size": 5}
 AWM_CLIP = {"ema_coef": 0.7, "clip_range": 0.02}
@@ -160,11 +141,11 @@ DPO = {"dpo": {"beta": 20.0}, "forward": {"draws": 4}}
 )
 def test_gradients_and_metrics_are_those_of_the_objective(name, changes):
     engine, groups = at_end(name, **changes)
-    model = model_of(engine)
+    model = world.model_of(engine)
     outputs = [computed(engine.config, group, model) for group in groups]
     loss = torch.cat([output.loss for output in outputs]).mean()
-    metrics, got = trained(engine, *groups)
-    assert_gradients(got, gradients_of(loss, model), atol=2e-6)
+    metrics, got = world.trained(engine, *groups)
+    world.assert_gradients(got, world.gradients_of(loss, model), atol=2e-6)
     expected = {key: torch.cat([output.metrics[key] for output in outputs]).mean().item() for key in outputs[0].metrics}
     assert {key: metrics[key] for key in expected} == pytest.approx(expected, rel=1e-3, abs=1e-6)
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
@@ -174,16 +155,16 @@ def test_the_pull_to_the_average_changes_over_the_run():
     changes = {"awm": {"ema_coef": 1.0, "ema_coef_end": 0.3}, "ema": {"every": 1}, "trainer.updates": 2}
     engine, groups = at_end("awm", **changes, steps_per_update=2)
     for progress in (0.0, 0.0, 0.5, 0.5, 1.0):
-        average, model = loaded(), model_of(engine)
-        average.load_state_dict(auxiliary_of(engine, "ema"))
+        average, model = loaded(), world.model_of(engine)
+        average.load_state_dict(world.auxiliary_of(engine, "ema"))
         losses = torch.cat([computed(engine.config, group, model, progress, ema=average).loss for group in groups])
-        assert_gradients(trained(engine, *groups)[1], gradients_of(losses.mean(), model), atol=1e-6)
+        world.assert_gradients(world.trained(engine, *groups)[1], world.gradients_of(losses.mean(), model), atol=1e-6)
 
 
 def test_under_lora_the_reference_is_the_model_without_adapters():
     """Applies the chain rule of W + s B A: dL/dA = s B^T G, dL/dB = s G A^T, with G the gradient of the merged
     weight."""
-    engine, groups = at_end("diffusion_dpo", **DPO, lora=LORA)
+    engine, groups = at_end("diffusion_dpo", **DPO, lora=world.LORA)
     adapters = {name: p.detach().double() for name, p in engine._model.trainable.items()}
     layers = [name.removesuffix(".lora_A.weight") for name in adapters if "lora_A" in name]
     halves = {layer: [adapters[f"{layer}.lora_{half}.weight"] for half in "AB"] for layer in layers}
@@ -192,17 +173,14 @@ def test_under_lora_the_reference_is_the_model_without_adapters():
         for layer, (down, up) in halves.items():
             model.get_parameter(f"{layer}.weight").add_(2.0 * up @ down)
     losses = torch.cat([computed(engine.config, group, model).loss for group in groups])
-    whole = gradients_of(losses.mean(), model)
+    whole = world.gradients_of(losses.mean(), model)
     expected = {}
     for layer, (down, up) in halves.items():
         expected[f"{layer}.lora_A.weight"] = 2.0 * up.T @ whole[f"{layer}.weight"]
         expected[f"{layer}.lora_B.weight"] = 2.0 * whole[f"{layer}.weight"] @ down.T
-    metrics, got = trained(engine, *groups)
-    assert_gradients(got, expected, atol=2e-6)
+    metrics, got = world.trained(engine, *groups)
+    world.assert_gradients(got, expected, atol=2e-6)
     assert abs(metrics["margin"]) > 1e-4
-
-
-# ---- groups of several specs -----------------------------------------------------------------------------------------
 
 
 BUCKETS = [
@@ -213,7 +191,7 @@ BUCKETS = [
 
 
 def clipped(model: nn.Module, config: Config, group: GroupBatch) -> list[Tensor]:
-    return [surrogate(s.ratio, s.advantage) for s in steps_of(model, config, group)]
+    return [world.surrogate(s.ratio, s.advantage) for s in world.steps_of(model, config, group)]
 
 
 def of_draws(model: nn.Module, config: Config, group: GroupBatch) -> list[Tensor]:
@@ -225,20 +203,20 @@ ODE = {"sde": None, "clip_range": None, "name": "awm"}
 
 @pytest.mark.parametrize(("changes", "losses"), [({"size": 3}, clipped), (ODE, of_draws)])
 def test_groups_of_all_buckets_have_the_gradient_of_the_mean_loss(changes, losses):
-    engine = started(make_config(buckets=BUCKETS, **changes))
+    engine = world.started(world.make_config(buckets=BUCKETS, **changes))
     rollout, groups, rows = engine.config.rollout, [], []
-    nudge(engine)
-    model = model_of(engine)
+    world.nudge(engine)
+    model = world.model_of(engine)
     for seed, spec in enumerate(rollout.specs):
         alone = msgspec.structs.replace(rollout, sampling=spec, buckets=())
         config = msgspec.structs.replace(engine.config, rollout=alone)  # of a run that draws this bucket alone
         groups.append(tiny_group(TinyPolicy(), config, seed))
         rows += losses(model, config, groups[-1])
     assert len({group.trajectories[0]["final"].shape for group in groups}) == 3
-    assert_gradients(trained(engine, *groups)[1], gradients_of(rows, model))
+    world.assert_gradients(world.trained(engine, *groups)[1], world.gradients_of(rows, model))
 
 
 def test_a_spec_that_the_recipe_does_not_have_is_refused():
-    engine = started(make_config(buckets=BUCKETS[1:]))
+    engine = world.started(world.make_config(buckets=BUCKETS[1:]))
     with pytest.raises(ValueError, match="not one of the recipe's"):
-        engine.accumulate(group_of(engine), 1.0)
+        engine.accumulate(world.group_of(engine), 1.0)

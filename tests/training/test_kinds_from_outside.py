@@ -19,20 +19,8 @@ from omni_async.config import ConfigError, load, resolved_yaml, with_settings
 from omni_async.config.schema import Config
 from tests.support.fakes import TinyPolicy
 from tests.support.places import ROOT
+from tests.training import training_world as world
 from tests.training.outside import EnergySettings
-from tests.training.training_world import (
-    Step,
-    assert_gradients,
-    assert_trains,
-    export,
-    gradients_of,
-    group_of,
-    make_config,
-    model_of,
-    nudge,
-    started,
-    trained,
-)
 
 RECIPE = """\
 model: {path: checkpoint}
@@ -59,23 +47,23 @@ def ours(**changes: Any) -> Config:
         "correction": {},
         "settings": {"scale": 2.0},
     }
-    return with_settings(make_config(**{**defaults, **changes}))
+    return with_settings(world.make_config(**{**defaults, **changes}))
 
 
 @pytest.mark.usefixtures("installed")
 def test_a_kind_of_another_package_is_trained():
-    engine = started(ours(size=3, settings={"scale": 2.0, "power": 3}))
-    group, model, losses = group_of(engine), model_of(engine), []
+    engine = world.started(ours(size=3, settings={"scale": 2.0, "power": 3}))
+    group, model, losses = world.group_of(engine), world.model_of(engine), []
     for t, advantage in zip(group.trajectories, group.advantages, strict=True):
         conditioning = TinyPolicy().stack_conditioning([t["conditioning"]]).double()
         sigma, mask = torch.full((1,), 0.5, dtype=torch.float64), conditioning["mask"].bool()
         velocity = model["transformer"](t["final"][None].double(), sigma, conditioning["text"], mask)
         losses.append(2.0 * advantage * velocity.abs().pow(3).mean())
-    expected, before = gradients_of(losses, model), export(engine, 0)[0]
-    metrics, found = trained(engine, group)
-    assert_gradients(found, expected)
+    expected, before = world.gradients_of(losses, model), world.export(engine, 0)[0]
+    metrics, found = world.trained(engine, group)
+    world.assert_gradients(found, expected)
     assert metrics["loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
-    assert export(engine, 1)[0].digest != before.digest
+    assert world.export(engine, 1)[0].digest != before.digest
 
 
 @pytest.mark.usefixtures("installed")
@@ -135,17 +123,17 @@ def test_the_objective_that_the_documentation_writes_is_trained_as_it_is_written
     assert "algorithm.settings.pull: float >= 0. Weight of the squared log-ratio." in capsys.readouterr().out
 
     asked = {f"algorithm.{key}": value for key, value in yaml.safe_load(recipe)["algorithm"].items()}
-    config = with_settings(make_config(**{"clip_range": None, **asked}))
+    config = with_settings(world.make_config(**{"clip_range": None, **asked}))
     assert list(problems(config)) == []
-    engine, losses = started(config), []
-    group = group_of(engine)
-    nudge(engine)
+    engine, losses = world.started(config), []
+    group = world.group_of(engine)
+    world.nudge(engine)
 
-    def as_documented(steps: list[Step]) -> list[torch.Tensor]:
+    def as_documented(steps: list[world.Step]) -> list[torch.Tensor]:
         losses.extend(-s.advantage * s.ratio + 5.0 * s.ratio.log().square() for s in steps)
         return losses
 
-    metrics = assert_trains(engine, [group], as_documented)
+    metrics = world.assert_trains(engine, [group], as_documented)
     assert metrics["loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-4)
     assert metrics["pull"] > 0
 

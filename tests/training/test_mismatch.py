@@ -19,16 +19,7 @@ from omni_async.training.mismatch import Rows, record_mismatch, velocity_errors
 from omni_async.types import SdeWindow
 from tests.support.places import ROOT
 from tests.training import drawn
-from tests.training.training_world import (
-    assert_gradients,
-    make_config,
-    model_of,
-    moved,
-    started,
-    step_on,
-    steps_of,
-    trained,
-)
+from tests.training import training_world as world
 
 NARROW = {"clip_range": 0.002}
 GUARD = {"name": "grpo_guard", "algorithm.guard": {"scale": "sample"}, "clip_range": 1e-3}
@@ -70,10 +61,10 @@ def test_bias_and_spread_are_those_of_the_fresh_rows_by_step() -> None:
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_an_engine_off_by_some_velocity_is_measured_in_an_update(size: int) -> None:
     """Takes log-probs from other weights than the trainer's, on samples that count as fresh."""
-    engine, groups = moved(by=0.02, size=size, **NARROW)
+    engine, groups = world.moved(by=0.02, size=size, **NARROW)
     groups = [replace(group, staleness=[[0, 0]] * 4) for group in groups]
-    steps = [s for group in groups for s in steps_of(model_of(engine), engine.config, group)]
-    metrics = step_on(engine, *groups)
+    steps = [s for group in groups for s in world.steps_of(world.model_of(engine), engine.config, group)]
+    metrics = world.step_on(engine, *groups)
     nats = torch.tensor([s.nats for s in steps], dtype=torch.float64)
     assert metrics["engine_mismatch_nats/mean"] == pytest.approx(nats.mean().item(), abs=2e-5)
     assert metrics["engine_mismatch_clipped"] == metrics["clip_fraction"] > 0
@@ -84,24 +75,22 @@ def test_an_engine_off_by_some_velocity_is_measured_in_an_update(size: int) -> N
 @pytest.mark.parametrize("changes", [NARROW, {**NARROW, "steps_per_update": 2}, GUARD])
 def test_a_group_may_have_its_ratio_taken_to_the_proximal_policy(changes: dict[str, Any]) -> None:
     (metrics, got), (named, expected) = (
-        trained(engine, *(replace(group, proximal_ratio=mode == "bypass") for group in groups))
+        world.trained(engine, *(replace(group, proximal_ratio=mode == "bypass") for group in groups))
         for mode in ("bypass", "decoupled")
-        for engine, groups in [moved(correction={"mode": mode}, **changes)]
+        for engine, groups in [world.moved(correction={"mode": mode}, **changes)]
     )
     assert metrics == named and metrics["clip_fraction"] == 0
-    assert_gradients(got, expected, rtol=0, atol=0)
-    engine, groups = moved(correction={"mode": "bypass"}, **changes)
-    assert step_on(engine, *groups)["clip_fraction"] > 0
+    world.assert_gradients(got, expected, rtol=0, atol=0)
+    engine, groups = world.moved(correction={"mode": "bypass"}, **changes)
+    assert world.step_on(engine, *groups)["clip_fraction"] > 0
 
 
 def test_rows_that_a_mask_takes_count_as_clipped() -> None:
     correction = {"mode": "decoupled", "weights": "importance", "kappa_nats": 0.2}
-    engine, groups = moved(correction=correction)
-    metrics = step_on(engine, *(replace(group, staleness=[[0, 0]] * 4) for group in groups))
+    engine, groups = world.moved(correction=correction)
+    metrics = world.step_on(engine, *(replace(group, staleness=[[0, 0]] * 4) for group in groups))
     assert metrics["engine_mismatch_clipped"] == metrics["masked"] > 0
 
-
-# ---- a trained model -------------------------------------------------------------------------------------------------
 
 QUICKSTART = ROOT / "recipes" / "quickstart" / "checkpoint"
 Velocity = Callable[..., Tensor]
@@ -109,15 +98,15 @@ Velocity = Callable[..., Tensor]
 
 def measured(monkeypatch: pytest.MonkeyPatch, velocity: Velocity) -> dict[str, float]:
     """Draws a group of the quickstart's model by `velocity`, with the clip range of a published recipe."""
-    config = make_config(
+    config = world.make_config(
         sampling={"height": 64, "width": 64},
         sde={"kind": "flow", "noise_level": 0.7, "window": {"size": 5, "range": [0, 5]}},
         clip_range=None,
         **{"model.path": str(QUICKSTART), "rollout.num_inference_steps": 10, "algorithm.clip_range_nats": 0.66},
     )
     monkeypatch.setattr(drawn, "compute_velocity", velocity)
-    engine = started(config)
-    return step_on(engine, drawn.drawn(engine.policy, config, SdeWindow(0, 5)))
+    engine = world.started(config)
+    return world.step_on(engine, drawn.drawn(engine.policy, config, SdeWindow(0, 5)))
 
 
 def test_honest_bfloat16_is_nats_away_and_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:

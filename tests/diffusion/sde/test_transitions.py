@@ -220,8 +220,6 @@ def test_wrong_input_is_refused_with_its_value(change, message):
             step_mixed(**(good | change), noisy=torch.tensor([True, True]))
 
 
-# Noise, and samples that are in flight together
-
 LATENTS = (16, 64)
 
 
