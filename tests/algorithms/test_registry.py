@@ -1,6 +1,4 @@
-"""Tests objectives by name: what each declares is what its function takes, and other packages may add theirs. Also
-what it means for the rest of a recipe: which combinations cannot work, what engines return of a sample, and the share
-of a group on the rank that all others wait for."""
+"""Tests objectives by name, those of other packages, and which recipes they can be part of."""
 
 from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints, entry_points

@@ -1,5 +1,4 @@
-"""Tests reference, old policy and moving average: what they compute, how they follow, what is published and kept of
-them, and that the policy in training does not change."""
+"""Tests reference, old policy and moving average."""
 
 from typing import Any
 

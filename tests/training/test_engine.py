@@ -1,5 +1,4 @@
-"""Tests that the engine's gradient is the definition's, however rows are cut and whichever of a window's steps are
-trained; and what it refuses."""
+"""Tests that the engine's gradient is the definition's, and what the engine refuses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests what leaves the trainer and comes back: names, dtypes, merged adapters, digests; a resumed engine is the engine
-that was saved, to the bit, and nothing of a checkpoint is a pickle."""
+"""Tests exported weights and checkpoints: names, dtypes, merged adapters, digests and resuming to the bit."""
 
 from __future__ import annotations
 

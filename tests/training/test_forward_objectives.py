@@ -1,5 +1,4 @@
-"""Tests forward-process objectives in the engine: noise that depends on a sample's seed alone, whole samples and pairs,
-groups of several specs, and gradients equal to those of the objective on rows that are made apart."""
+"""Tests objectives of final latents in the engine: draws, whole samples, pairs and gradients."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests that a log-ratio in nats survives where samples are large: D latent elements multiply every rounding of a mean
-log-prob. A sample of Wan2.2's size is drawn, stored, written to a checkpoint, read and trained on."""
+"""Tests that a log-ratio in nats survives D latent elements, for a sample of Wan2.2's size on its whole way."""
 
 from __future__ import annotations
 
@@ -13,9 +12,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from omni_async.algorithms.correction import Drift, correct, effective_sample_size, interpolated_log_prob
+from omni_async.algorithms.correction import effective_sample_size, interpolated_log_prob
 from omni_async.checkpoint.trajectories import read_group, write_group
-from omni_async.config.algorithm import Correction
 from omni_async.rollout.stepping import InFlight, take_steps
 from omni_async.runtime.on_ray.store import _to_arrays, _to_tensors
 from omni_async.training.engine import TrainEngine
@@ -154,15 +152,6 @@ def test_corrections_and_the_interpolated_policy_see_it(kind: str, tmp_path: Pat
     metrics = step_on(engine, group)
     assert metrics["weight/mean"] == pytest.approx((math.exp(first) + math.exp(second)) / 2, rel=1e-9)
     assert metrics["ess"] == pytest.approx(effective_sample_size(found[:, 0]).item(), rel=1e-9)
-
-    def kept(**settings: Any) -> bool:
-        only = Drift(found[:1])
-        return bool(correct(only, Correction(mode="decoupled", **settings), D).kept.item())
-
-    off = 2e-3
-    assert kept(k1=(0.5, math.exp(L + off))) and not kept(k1=(0.5, math.exp(L - off)))
-    assert kept(k3=math.expm1(L + off) - L - off) and not kept(k3=math.expm1(L - off) - L + off)
-    assert kept(m2=(L + off) ** 2) and not kept(m2=(L - off) ** 2)
     correction = {"mode": "interpolated", "weights": "importance", "cap": None}
     engine = engine_at(away(kind, samples[0], L), kind, correction=correction)
     metrics = step_on(engine, group_of(engine, samples[:1]))

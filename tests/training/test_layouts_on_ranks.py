@@ -1,5 +1,4 @@
-"""Tests that four gloo ranks train what one plain rank trains, however they hold the weights, for every family, and
-that a checkpoint of one layout goes on in another."""
+"""Tests that four ranks train what one trains in every layout, and that checkpoints fit every layout."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,4 @@
-"""Tests metrics: reductions are those declared at recording, whatever rank has the rows; drift, weights and masks of
-every update are those of the definitions; and the alarm for engines that compute something else."""
+"""Tests how metrics are reduced, and drift, weights and masks of every update."""
 
 from __future__ import annotations
 
@@ -182,17 +181,6 @@ def test_weights_and_masks_of_all_rows_and_of_each_denoising_step():
         expected[f"masked/step_{i:02d}"] = fmean(weight(s) == 0 for s in rows)
     got = {name: value for name, value in metrics.items() if name.startswith(("weight", "masked"))}
     assert got == pytest.approx(expected, rel=1e-5, abs=1e-7)
-
-
-def test_log_ratios_of_unnormalised_kinds_are_in_nats_too():
-    """Uses cps, whose log-probs are -<(x' - mean)^2>; the log-ratio of the sample is D / (2 scale^2) times their
-    difference."""
-    engine = world.started(world.make_config(sde={"kind": "cps", "noise_level": 0.8}))
-    group = world.group_of(engine, 0, range(1, 2))
-    for t in group.trajectories:
-        t["log_probs"] = t["log_probs"] - 0.01
-    scale = group.trajectories[0]["sigmas"][2].item() * math.sin(0.4 * math.pi)
-    assert world.step_on(engine, group)["log_ratio_nats/mean"] == pytest.approx(0.01 * 24 / (2 * scale**2), rel=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["bypass", "none", "decoupled", "interpolated"])

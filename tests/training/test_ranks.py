@@ -1,5 +1,4 @@
-"""Tests that several ranks are one rank: same gradients, metrics and weights, whatever the split. Real processes over
-gloo."""
+"""Tests that several gloo ranks train what one trains, whatever the split."""
 
 import math
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Tests that ranks which share the tokens of a row train what one rank trains: real architectures over gloo, alone and
-beside data parallelism, with guidance, masks, LoRA, recomputed activations and several denoisers."""
+"""Tests that ranks which share the tokens of a row train what one rank trains, on real architectures."""
 
 from dataclasses import dataclass, field
 from importlib import import_module

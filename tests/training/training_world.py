@@ -1,5 +1,4 @@
-"""Makes configurations for the tiny policy and engines of it, on one rank or several; moves, saves, exports, inspects
-them; and computes objectives by their definition, for comparison: one row at a time, all in one graph, float64."""
+"""Makes engines of the tiny policy, on one rank or several, and computes objectives row by row in float64."""
 
 from __future__ import annotations
 

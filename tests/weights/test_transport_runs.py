@@ -1,5 +1,4 @@
-"""Tests whole runs: versions as files and what is left of them, how one that can't be written ends the run, every
-transport between Ray actors."""
+"""Tests whole runs by every transport, and how a full disk ends one."""
 
 import errno
 
