@@ -118,7 +118,7 @@ def nft(*, beta=1.0, mode="all", clip_max=5.0, kl_coef=0.0):
 
 
 def nft_formula(rows, algorithm):
-    """DiffusionNFT (arXiv 2509.16117, algorithm 1), whose self-normalising weights are held."""
+    """Computes DiffusionNFT's loss; its self-normalising weights get no gradient."""
     a, beta, sigma = algorithm.advantage.clip_max, algorithm.nft.beta, rows.sigma[:, None, None]
     x = (1 - sigma) * rows.final + sigma * rows.noise
     r = rows.advantage.clamp(-a, a) / (2 * a) + 0.5
@@ -184,7 +184,7 @@ def awm_of(*, kl_coef=0.0, clip_max=5.0, **changes):
 
 
 def awm_formula(rows, algorithm):
-    """Advantage weighted matching, with the ratios of likelihoods and pulls of the settings."""
+    """Computes the loss of advantage weighted matching with the settings' likelihood, ratio and pulls."""
     settings, a, sigma = algorithm.awm, algorithm.advantage.clip_max, rows.sigma
 
     def likelihood(velocity):

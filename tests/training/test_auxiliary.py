@@ -32,7 +32,7 @@ def mixed(decay: float, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[
 @world.backends
 @world.loras
 def test_the_reference_stays_the_model_as_loaded_and_under_lora_policies_hold_adapters_alone(backend, lora):
-    engine = world.started(world.make_config(**world.NFT, backend=backend, lora=lora, kl_coef=0.1, ema={"every": 1}))
+    engine = world.engine(**world.NFT, backend=backend, lora=lora, kl_coef=0.1, ema={"every": 1})
     kinds = {"ema", "old", "reference"} if lora is None else {"ema", "old"}
     assert {name.split(".")[0] for name in world.auxiliaries(engine)} == kinds
     assert all((".lora_" in name) == (lora is not None) for name in world.auxiliaries(engine))
@@ -46,7 +46,7 @@ def test_the_reference_stays_the_model_as_loaded_and_under_lora_policies_hold_ad
 
 
 def test_there_are_only_the_auxiliary_policies_that_the_settings_need():
-    engine = world.started(world.make_config())
+    engine = world.engine()
     assert world.auxiliaries(engine) == {}
     with pytest.raises(TrainingError, match="there is no old policy: the objective did not ask for one"):
         velocity(engine, "old")
@@ -55,7 +55,7 @@ def test_there_are_only_the_auxiliary_policies_that_the_settings_need():
 @world.backends
 @world.loras
 def test_the_old_policy_follows_once_an_update_by_the_updates_number(backend, lora):
-    engine = world.started(world.make_config(**world.NFT, backend=backend, lora=lora, steps_per_update=2, lr=0.1))
+    engine = world.engine(**world.NFT, backend=backend, lora=lora, steps_per_update=2, lr=0.1)
     expected = world.trainable(engine)
     for number in (1, 2, 3):
         world.update(engine, number)
@@ -80,7 +80,7 @@ def test_the_other_schedules_start_as_the_policy_itself(decay, exactly):
     ("warmup", "decays"), [("ratio", {2: 2 / 11, 4: 0.3, 6: 0.3}), ("linear", {2: 0.001, 4: 0.003, 6: 0.005})]
 )
 def test_the_moving_average_follows_every_so_many_steps(warmup, decays):
-    engine = world.started(world.make_config(ema={"decay": 0.3, "warmup": warmup, "every": 2}, lr=0.1))
+    engine = world.engine(ema={"decay": 0.3, "warmup": warmup, "every": 2}, lr=0.1)
     expected = world.trainable(engine)
     for taken in range(1, 7):
         world.update(engine, taken)
@@ -114,7 +114,7 @@ def test_using_an_auxiliary_policy_changes_neither_weights_nor_gradients(backend
 
 @pytest.mark.parametrize("after", ["load", "step"])
 def test_sharded_parameters_are_gathered_anew_once_they_changed(tmp_path, after):
-    other, engine = world.updated(1, backend="fsdp2"), world.started(world.make_config(backend="fsdp2"))
+    other, engine = world.updated(1, backend="fsdp2"), world.engine(backend="fsdp2")
     group = world.group_of(engine)
     world.save(other, tmp_path / "c")
     if after == "step":
@@ -133,9 +133,7 @@ def test_sharded_parameters_are_gathered_anew_once_they_changed(tmp_path, after)
 @pytest.mark.parametrize("payload", ["full", "lora"])
 def test_the_old_policy_is_what_is_published(backend, decay, payload):
     lora = world.LORA if payload == "lora" else None
-    engine = world.started(
-        world.make_config(**world.NFT, backend=backend, payload=payload, lora=lora, nft={"decay": decay})
-    )
+    engine = world.engine(**world.NFT, backend=backend, payload=payload, lora=lora, nft={"decay": decay})
     at_start, _ = world.export(engine, 0)  # nothing was computed yet
     assert at_start.digest == (engine.digest0 if payload == "full" else digest_tensors(world.trainable(engine).items()))
     world.update(engine)
@@ -159,9 +157,7 @@ def test_a_full_payload_has_the_old_policys_adapters_merged(backend):
 
 
 def test_a_resumed_run_knows_how_far_it_is(tmp_path):
-    engine = world.started(
-        world.make_config(**{"name": "awm", "sde": None, "trainer.updates": 4, "steps_per_update": 2})
-    )
+    engine = world.engine(**{"name": "awm", "sde": None, "trainer.updates": 4, "steps_per_update": 2})
     seen = []
     for seed in range(10):
         world.update(engine, seed)
@@ -201,8 +197,8 @@ def test_loading_forgets_the_update_that_was_under_way(tmp_path):
     ],
 )
 def test_a_checkpoint_of_other_tensors_is_refused(tmp_path, saved, opened, example):
-    world.save(world.started(world.make_config(**saved)), tmp_path / "c")
-    engine = world.started(world.make_config(**opened))
+    world.save(world.engine(**saved), tmp_path / "c")
+    engine = world.engine(**opened)
     before = world.trainable(engine)
     message = rf"is of another model, LoRA setting, algorithm or trainer\.ema: '{example}.*' is in only one of the two"
     with pytest.raises(TrainingError, match=message):

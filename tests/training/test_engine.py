@@ -35,9 +35,7 @@ def test_the_gradient_is_that_of_the_mean_loss(cfg, through):
 def test_the_step_is_the_optimizers_and_micro_batches_do_not_matter():
     results = []
     for size in (1, 3, 8, 100):
-        engine = world.started(
-            world.make_config(**{"size": size, "optimizer": "sgd", "trainer.optimizer.weight_decay": 0.0})
-        )
+        engine = world.engine(**{"size": size, "optimizer": "sgd", "trainer.optimizer.weight_decay": 0.0})
         world.nudge(engine)
         before, names = world.weights(engine), engine._model.trainable
         metrics, gradient = world.trained(engine, world.group_of(engine))
@@ -70,7 +68,7 @@ def test_discarding_forgets_gradients_metrics_and_the_normaliser(correction):
 
 
 def test_on_policy_samples_have_ratio_one():
-    metrics = world.update(world.started(world.make_config(size=1)))
+    metrics = world.update(world.engine(size=1))
     assert metrics["log_ratio_nats/absmax"] < 1e-4
     assert metrics["kappa_nats"] < 1e-8
     assert metrics["ess"] == pytest.approx(1, abs=1e-6)
@@ -81,13 +79,13 @@ def test_on_policy_samples_have_ratio_one():
 
 @world.loras
 def test_kl_to_the_reference_is_zero_at_the_start_and_grows(lora):
-    engine = world.started(world.make_config(kl_coef=0.1, lora=lora))
+    engine = world.engine(kl_coef=0.1, lora=lora)
     assert world.update(engine)["kl_ref"] < 1e-12  # attention kernels differ with and without gradient
     assert world.update(engine)["kl_ref"] > 1e-6
 
 
 def test_non_finite_gradients_stop_the_run_and_leave_the_weights():
-    engine = world.started(world.make_config())
+    engine = world.engine()
     before = world.weights(engine)
     engine.accumulate(world.group_of(engine), float("inf"))
     with pytest.raises(TrainingError, match=r"optimizer step 0: the gradient norm is (nan|inf)"):
@@ -114,7 +112,7 @@ def test_non_finite_gradients_stop_the_run_and_leave_the_weights():
     ],
 )
 def test_unusable_trajectories_are_refused_before_any_gradient(field, change, message):
-    engine = world.started(world.make_config())
+    engine = world.engine()
     group = world.group_of(engine)
     value = group.trajectories[1].pop(field)
     if change is not None:
@@ -126,7 +124,7 @@ def test_unusable_trajectories_are_refused_before_any_gradient(field, change, me
 
 def test_bfloat16_compute_keeps_float32_master_weights():
     for backend in ("plain", "fsdp2"):
-        engine = world.started(world.make_config(dtype="bfloat16", backend=backend, lr=1e-5))
+        engine = world.engine(dtype="bfloat16", backend=backend, lr=1e-5)
         assert 0 < world.update(engine)["log_ratio_nats/absmax"] < 2
         assert {p.dtype for p in engine._model.trainable.values()} == {torch.float32}
         assert {spec.dtype for spec in world.export(engine, 1)[0].tensors} == {"bfloat16"}
@@ -160,7 +158,7 @@ def test_gradient_checkpointing_needs_a_model_that_can():
     ],
 )
 def test_an_objective_that_does_not_return_numbers_per_row_is_refused_by_name(compute, said):
-    engine = world.started(world.make_config())
+    engine = world.engine()
     engine._loss._compute = lambda inputs, algorithm: compute(inputs)
     with pytest.raises(TrainingError, match=r"objective flow_grpo \(omni_async\.[a-z_.]+:[a-z_]+\).*" + said):
         world.update(engine)
@@ -192,7 +190,7 @@ def test_every_step_is_drawn_as_often_as_every_other():
 def fractional(size: int = 3, **changes: object) -> tuple[TrainEngine, GroupBatch, list[list[int]]]:
     """Returns an engine that trains half of 4 steps, a group with a staleness of its own for every step, and the
     positions that are trained."""
-    engine = world.started(world.make_config(fraction=0.5, size=size, **changes))
+    engine = world.engine(fraction=0.5, size=size, **changes)
     group = replace(world.group_of(engine, 0, range(4)), staleness=[[10 * i + k for k in range(4)] for i in range(4)])
     world.nudge(engine)
     chosen = [trained_steps(seed, 4, 0.5) for seed in group.seeds]

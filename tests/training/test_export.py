@@ -31,14 +31,14 @@ def exported(engine: TrainEngine, version: int = 1) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lora", [None, LORA])
 def test_version_zero_is_what_an_engine_loads(dtype, lora):
-    engine = world.started(world.make_config(dtype=dtype, lora=lora))
+    engine = world.engine(dtype=dtype, lora=lora)
     loaded = dict(load_model(TinyPolicy(), getattr(torch, dtype)).named_parameters())
     assert exported(engine, 0).keys() == loaded.keys()
     assert engine.digest0 == world.export(engine, 0)[0].digest == digest_tensors(loaded.items())
 
 
 def test_a_trained_model_loaded_from_its_export_is_the_trained_model():
-    engine, other = world.updated(), world.started(world.make_config())
+    engine, other = world.updated(), world.engine()
     assert world.export(engine, 1)[0].digest != engine.digest0
     other._model.components.load_state_dict(exported(engine))
     assert torch.equal(world.log_probs(other, world.group_of(engine)), world.log_probs(engine, world.group_of(engine)))
@@ -55,19 +55,17 @@ def test_merging_a_lora_payload_gives_the_full_payload_bit_for_bit(dtype):
 
 
 def test_adapters_start_alike_for_one_seed_alone():
-    a, b, c = (
-        world.weights(world.started(world.make_config(**{"lora": LORA, "run.seed": seed}))) for seed in (0, 0, 1)
-    )
+    a, b, c = (world.weights(world.engine(**{"lora": LORA, "run.seed": seed})) for seed in (0, 0, 1))
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
 
 
 def test_impossible_lora_settings_name_their_key():
     with pytest.raises(ValueError, match=r"weights\.payload: lora needs model\.lora"):
-        world.started(world.make_config(payload="lora"))
+        world.engine(payload="lora")
     for targets in (["nowhere"], ["to_q", "nowhere"]):
         with pytest.raises(ValueError, match=r"model\.lora\.target_modules: .*nowhere"):
-            world.started(world.make_config(lora={"rank": 2, "alpha": 1.0, "target_modules": targets}))
+            world.engine(lora={"rank": 2, "alpha": 1.0, "target_modules": targets})
     half = nn.ModuleDict({"transformer": nn.ModuleDict({"to_q": nn.Linear(2, 2)}), "transformer_2": nn.Linear(2, 2)})
     with pytest.raises(ValueError, match=r"no layer of transformer_2 is called as one of \['to_q'\]"):
         add_adapters(half, Lora(rank=2, target_modules=("to_q",)), seed=0)
@@ -130,7 +128,7 @@ def test_files_are_safetensors_and_under_lora_of_adapters_only(tmp_path):
 
 
 def test_files_that_are_none_are_refused(tmp_path):
-    engine = world.started(world.make_config())
+    engine = world.engine()
     with pytest.raises(TrainingError, match="is not a checkpoint: it has no tensors"):
         engine.load(tmp_path, {})
     world.save(engine, tmp_path / "c")

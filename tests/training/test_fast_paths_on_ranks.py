@@ -87,7 +87,7 @@ def test_two_ranks_exchange_less_and_train_the_same():
     for its, expected in zip(metrics("lora, whole"), metrics("lora"), strict=True):
         assert its == pytest.approx(expected, rel=1e-5, abs=1e-7)
     world.assert_close(ranks["lora, whole"][0]["weights"], ranks["lora"][0]["weights"], atol=2e-6)
-    apart = run(world.started(world.make_config(**SHARED)))
+    apart = run(world.engine(**SHARED))
     for its, (expected, _) in zip(metrics("shared"), apart["updates"], strict=True):
         assert its == pytest.approx(expected, rel=1e-4, abs=1e-6)
     world.assert_close(ranks["shared"][0]["weights"], apart["weights"], atol=1e-6)

@@ -202,7 +202,7 @@ ODE = {"sde": None, "clip_range": None, "name": "awm"}
 
 @pytest.mark.parametrize(("changes", "losses"), [({"size": 3}, clipped), (ODE, of_draws)])
 def test_groups_of_all_buckets_have_the_gradient_of_the_mean_loss(changes, losses):
-    engine = world.started(world.make_config(buckets=BUCKETS, **changes))
+    engine = world.engine(buckets=BUCKETS, **changes)
     rollout, groups, rows = engine.config.rollout, [], []
     world.nudge(engine)
     model = world.model_of(engine)
@@ -216,6 +216,6 @@ def test_groups_of_all_buckets_have_the_gradient_of_the_mean_loss(changes, losse
 
 
 def test_a_spec_that_the_recipe_does_not_have_is_refused():
-    engine = world.started(world.make_config(buckets=BUCKETS[1:]))
+    engine = world.engine(buckets=BUCKETS[1:])
     with pytest.raises(ValueError, match="not one of the recipe's"):
         engine.accumulate(world.group_of(engine), 1.0)

@@ -114,7 +114,7 @@ def test_rows_count_once_however_they_are_dealt():
 
 def drifted(**changes: Any) -> tuple[TrainEngine, list[GroupBatch], list[world.Step]]:
     """Returns an engine, stale groups of two windows, and their steps under the engine's weights."""
-    engine = world.started(world.make_config(**{"size": 3, **changes}))
+    engine = world.engine(**{"size": 3, **changes})
     groups = [world.group_of(engine, seed, range(seed, seed + 2), staleness=2) for seed in (0, 1)]
     world.nudge(engine, 0.05)
     return engine, groups, [s for g in groups for s in world.steps_of(world.model_of(engine), engine.config, g)]
@@ -187,7 +187,7 @@ def test_weights_and_masks_of_all_rows_and_of_each_denoising_step():
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_fresh_samples_tell_whether_engine_and_trainer_run_the_same_model(mode, recomputed):
     for off, nats in ((0.0, 0.0), (0.1, 2.4)):  # 24 latent elements
-        engine = world.started(world.make_config(correction={"mode": mode}, size=3))
+        engine = world.engine(correction={"mode": mode}, size=3)
         group = world.group_of(engine)
         group.trajectories[2]["log_probs"][1] -= off
         if recomputed:
@@ -198,7 +198,7 @@ def test_fresh_samples_tell_whether_engine_and_trainer_run_the_same_model(mode, 
 
 
 def test_neither_a_stale_step_nor_a_later_one_of_an_update_can_tell_a_mismatch():
-    engine = world.started(world.make_config(steps_per_update=2))
+    engine = world.engine(steps_per_update=2)
     group = world.group_of(engine)
     group.trajectories[2]["log_probs"][1] -= 0.1
     metrics = world.step_on(engine, replace(group, staleness=[[0, 0], [0, 0], [0, 1], [0, 0]]))

@@ -78,7 +78,7 @@ def test_a_step_takes_groups_that_still_wait_and_discarding_forgets_them():
 
 def test_groups_of_different_buckets_do_not_share():
     buckets = [{"sampling": {"height": 32, "width": 48}}, {"sampling": {"height": 32, "width": 32}}]
-    engine = world.started(world.make_config(size=16, buckets=buckets, **{SHARED: 2}))
+    engine = world.engine(size=16, buckets=buckets, **{SHARED: 2})
     wide, square = engine.config.rollout.specs
 
     def drawn_by(spec: Any, seed: int) -> GroupBatch:

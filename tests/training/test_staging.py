@@ -12,7 +12,7 @@ from tests.training import training_world as world
 
 
 def test_every_checkpoint_is_copied_into_the_memory_of_the_first(monkeypatch, tmp_path):
-    engine = world.started(world.make_config(ema={"every": 1}))
+    engine = world.engine(ema={"every": 1})
     stage, memory = engine._model._stager.stage, []
 
     def staged(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def test_every_checkpoint_is_copied_into_the_memory_of_the_first(monkeypatch, tm
 
 
 def test_a_checkpoint_waits_until_the_earlier_one_is_written(monkeypatch, tmp_path):
-    engine, order = world.started(world.make_config()), []
+    engine, order = world.engine(), []
     monkeypatch.setattr(model, "wait", order.append)
     monkeypatch.setattr(checkpoint, "begin_save", lambda *args: order.append("copied") or Future())
     earlier, _ = engine.begin_save(tmp_path)

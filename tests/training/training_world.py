@@ -81,6 +81,10 @@ def started(config: Config, policy: Policy | None = None, rank: int = 0, device:
     return engine
 
 
+def engine(**changes: Any) -> TrainEngine:
+    return started(make_config(**changes))
+
+
 def nudge(engine: TrainEngine, size: float = 0.02) -> None:
     """Moves the weights away from those that made the samples, so that ratios are not 1."""
     move(engine._model.trainable.values(), size)
@@ -121,10 +125,10 @@ def update(engine: TrainEngine, seed: int = 0) -> dict[str, float]:
 
 
 def updated(updates: int = 2, **changes: Any) -> TrainEngine:
-    engine = started(make_config(**changes))
+    made = engine(**changes)
     for seed in range(updates):
-        update(engine, seed)
-    return engine
+        update(made, seed)
+    return made
 
 
 def trained(engine: TrainEngine, *groups: GroupBatch) -> tuple[dict[str, float], dict[str, Tensor]]:

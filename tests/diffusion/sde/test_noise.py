@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -100,17 +100,10 @@ def test_noise_never_changes() -> None:
 
 def test_noise_depends_on_neither_threads_nor_batch() -> None:
     expected = [initial_noise(seed, (64, 1024)) for seed in range(4)]
-    found: dict[int, torch.Tensor] = {}
     torch.set_num_threads(4)
     try:
-        threads = [
-            threading.Thread(target=lambda seed=seed: found.update({seed: initial_noise(seed, (64, 1024))}))
-            for seed in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda seed: initial_noise(seed, (64, 1024)), range(4)))
     finally:
         torch.set_num_threads(1)
     assert all(torch.equal(found[seed], expected[seed]) for seed in range(4))
