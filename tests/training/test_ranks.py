@@ -44,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "gathered once": {"kl_coef": 0.05, "trainer.gather": "step"},
     "whole lora": {"lora": world.LORA, "trainer.shard": 1},
-    "fused": {"trainer.optimizer": {"name": "adamw", "fused": True, "eps": 1e-4, "lr": 1e-2, "max_grad_norm": 0.01}},
+    "fused": {"optimizer": "adamw", "trainer.optimizer.fused": True, "trainer.optimizer.eps": 1e-4},
     "dpo": {**FORWARD, "name": "diffusion_dpo", "dpo": {"beta": 2.0}, "forward": {"draws": 6}},
 }
 VARIANTS |= {EXPERTS + name: VARIANTS[name] for name in ("full", "lora", "share of steps", "nft")}
