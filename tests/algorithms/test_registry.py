@@ -91,9 +91,7 @@ def test_an_unknown_objective_is_refused_with_the_known_ones(installed):
         find_objective("ppo")
     for settings in ("{}", "{a: 1}"):
         config = load_text(MINIMAL, "algorithm.name=flow_grp", f"algorithm.settings={settings}")
-        with pytest.raises(
-            ValueError, match=r"^algorithm\.name: expected one of .*, got 'flow_grp'; did you mean 'flow_grpo'\?$"
-        ):
+        with pytest.raises(ValueError, match=r"^algorithm\.name: .*, got 'flow_grp'; did you mean 'flow_grpo'\?$"):
             next(problems(config))
 
 
@@ -101,9 +99,7 @@ def test_another_packages_objective_is_found_and_a_built_in_name_cannot_be_taken
     installed(theirs="THEIRS")
     assert "theirs" in objective_names() and find_objective("theirs") is THEIRS
     installed(flow_grpo="THEIRS")
-    with pytest.raises(
-        ValueError, match=rf"^algorithm\.name: 'flow_grpo' is built in, and registered as .'{__name__}:THEIRS'.;"
-    ):
+    with pytest.raises(ValueError, match=rf"^algorithm\.name: 'flow_grpo' is built in, and .*'{__name__}:THEIRS'.;"):
         find_objective("flow_grpo")
 
 
@@ -141,16 +137,12 @@ def test_the_list_marks_an_objective_that_cannot_be_used(installed):
 )
 def test_what_is_no_objective_is_one_line_with_the_package_that_brought_it(installed, at, reason):
     installed(theirs=at)
-    with pytest.raises(
-        ValueError, match=rf"^algorithm\.name: 'theirs' is registered as '{__name__}:{at}', which {reason}"
-    ):
+    with pytest.raises(ValueError, match=rf"^algorithm\.name: 'theirs' is .* '{__name__}:{at}', which {reason}"):
         find_objective("theirs")
 
 
 def test_wrong_fields_and_settings_are_refused_where_the_objective_is_made():
-    with pytest.raises(
-        ValueError, match=r"^objective 'theirs': fields: engines return \['latents', .*\], got \['velocities'\]$"
-    ):
+    with pytest.raises(ValueError, match=r"^objective 'theirs': fields: engines return .*, got \['velocities'\]$"):
         replace(THEIRS, fields=("final", "velocities"))
     with pytest.raises(TypeError, match=r"objective 'theirs': settings must be a subclass of .*Section"):
         replace(THEIRS, settings=msgspec.Struct)

@@ -90,18 +90,6 @@ def test_micro_batches_hold_whole_samples_where_the_objective_wants_them(name, s
     assert [len(rows.sigma) for rows, _ in engine._loss.batches(groups[0])] == sizes
 
 
-@pytest.mark.parametrize(("size", "cuts"), [(1, [2] * 5), (5, [4, 4, 2]), (100, [10])])
-def test_a_pair_shares_noise_and_sigma_in_alternating_rows(size, cuts):
-    engine, groups = at_end("diffusion_dpo", size=size)
-    assert [len(rows.sigma) for rows, _ in engine._loss.batches(groups[0])] == cuts
-    rows = rows_of(engine, groups[0])
-    assert sorted(round(sigma.item(), 6) for _, _, sigma in rows[::2]) == sorted(SCHEDULE)
-    for pair in zip(rows[::2], rows[1::2], strict=True):
-        for (final, noise, sigma), sample in zip(pair, groups[0].trajectories, strict=True):
-            assert torch.equal(final, sample["final"])
-            assert torch.equal(noise, pair[0][1]) and torch.equal(sigma, pair[0][2])
-
-
 def test_unusable_groups_are_refused_before_any_gradient():
     engine, _ = at_end("diffusion_dpo")
     with pytest.raises(ValueError, match="diffusion_dpo trains on pairs, got 4 samples"):

@@ -116,9 +116,7 @@ JOINING = r"joining the 3 ranks at 127\.0\.0\.1:\d+ failed on rank [01].*weights
 @pytest.mark.parametrize(
     ("join", "error", "said"), [(absent, TransportError, JOINING), (dead, ConnectionError, "the actor died")]
 )
-async def test_an_engine_that_does_not_join_is_reported_and_ends_the_others_wait_within_the_timeout(
-    join, error, said, monkeypatch
-):
+async def test_an_engine_that_does_not_join_ends_the_others_wait(join, error, said, monkeypatch):
     serve = CollectiveSender._serve
 
     def serve_and_hurry(sender: CollectiveSender) -> Any:
