@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from omni_async.config import ConfigError
 from omni_async.roles.plan import require_trainable
 from omni_async.training import TrainingError
 from omni_async.training.engine import TrainEngine
-from omni_async.training.groups import GroupBatch
+from omni_async.training.groups import GroupBatch, joined
 from tests.support.fakes import tiny_group
 from tests.training import training_world as world
 
@@ -89,6 +90,15 @@ def test_groups_of_different_buckets_do_not_share():
     assert (drawn_by(wide, 0).spec, drawn_by(square, 1).spec) == (wide, square)
     world.step_on(engine, drawn_by(wide, 0), drawn_by(square, 1), drawn_by(square, 2))
     assert rows == [8, 16]
+
+
+def test_padding_is_dropped_where_a_rank_has_samples():
+    _, (first, second) = world.moved()
+    padding = [replace(group, counts=False) for group in (first, second)]
+    both, alone = joined([padding[0], second]), joined(padding)
+    assert (both.counts, both.size, both.seeds) == (True, 8, [*second.seeds])
+    assert both.members == [(1, 0), (1, 1), (1, 2), (1, 3)]
+    assert (alone.counts, alone.size, alone.seeds) == (False, 8, [*first.seeds])
 
 
 def test_pairs_do_not_share():

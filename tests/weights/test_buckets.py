@@ -10,10 +10,11 @@ import torch
 
 from omni_async.types import Piece, TensorSpec, WeightManifest
 from omni_async.weights import buckets
-from omni_async.weights.buckets import BucketSet, unpack
-from omni_async.weights.digest import WeightError, combine, digest, tensor_pieces, verify
+from omni_async.weights import digest as digest_module
+from omni_async.weights.buckets import BucketSet, dtype_name, dtype_of, unpack
+from omni_async.weights.digest import WeightError, combine, digest, item_bytes, tensor_pieces, verify
 from omni_async.weights.snapshot import Snapshot
-from tests.weights.conftest import some_tensors
+from tests.weights.conftest import DTYPES, some_tensors
 
 
 def test_buckets_keep_their_size_and_a_large_tensor_gets_its_own(packed):
@@ -55,10 +56,17 @@ def test_flipped_bytes_and_truncated_or_missing_buckets_are_found(packed):
         verify(manifest, buckets)
 
 
-def test_a_digest_is_the_same_in_any_number_of_threads(packed):
+def test_a_digest_is_the_same_in_any_number_of_threads(packed, monkeypatch):
     manifest, buckets = packed
     named = [(s.name, s.dtype, s.shape, tensor_pieces(s, buckets)) for s in manifest.tensors]
     assert {combine(named, threads=threads) for threads in (1, 2, 5)} == {manifest.digest}
+    asked = list[int]()
+    monkeypatch.setattr(digest_module, "combine", lambda tensors, threads: asked.append(threads) or combine(tensors))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    for worth in (1, 2**60):
+        monkeypatch.setattr(digest_module, "_WORTH_THREADS", worth)
+        verify(manifest, buckets)
+    assert asked == [3, 1]
 
 
 def test_a_name_appears_once_and_a_bucket_holds_at_least_a_byte():
@@ -66,6 +74,12 @@ def test_a_name_appears_once_and_a_bucket_holds_at_least_a_byte():
         BucketSet(64).fill([("a", torch.ones(1)), ("a", torch.ones(1))])
     with pytest.raises(ValueError, match="bucket_bytes: expected >= 1, got 0"):
         BucketSet(0)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn, torch.complex64])
+def test_every_dtype_has_its_item_size(dtype):
+    assert item_bytes(dtype_name(dtype)) == dtype.itemsize
+    assert dtype_of(dtype_name(dtype)) is dtype
 
 
 def contents(packed: BucketSet) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -81,6 +82,8 @@ async def test_every_engine_gets_what_was_sent_into_the_memory_of_the_version_be
         memory.append(arrived[0][1])
     assert all(np.shares_memory(a, b) for a, b in zip(*memory, strict=True))
     assert not dist.is_initialized(), "no default group is made"
+    listening = {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"}
     assert bool(by_device) == (carrier == "device")
 
 
