@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import cycle
 
 import msgspec
 import pytest
@@ -140,30 +141,29 @@ MASKED = {**WEIGHTED, "cap": None, "kappa_nats": 0.2}
 REJECTED = {"k1": (math.exp(-0.25), math.exp(0.1)), "reject_level": "sum"}
 
 
-@pytest.mark.parametrize("size", [1, 5, 100])
-@pytest.mark.parametrize(
-    "correction",
-    [
-        {**WEIGHTED, "cap": None},
-        {**WEIGHTED, "cap": 1.1, "log_ratio": "mean"},
-        {**WEIGHTED, "cap": 1.1, "level": "trajectory"},
-        {**WEIGHTED, "cap": None, "level": "trajectory", "log_ratio": "mean", "k3": 0.0003, "reject_level": "max"},
-        {**MASKED, "level": "sequence", "log_ratio": "mean"},
-        *({**base, "denominator": which} for base in (BAND, MASKED) for which in ("kept", "all")),
-        {**WEIGHTED, "kappa_nats": 0.2, "k2": 0.02},
-        *({"mode": mode} for mode in ("none", "bypass", "decoupled")),
-        {"mode": "bypass", **REJECTED},
-        {"mode": "decoupled", **REJECTED},
-    ],
-)
+CORRECTIONS = [
+    {**WEIGHTED, "cap": None},
+    {**WEIGHTED, "cap": 1.1, "log_ratio": "mean"},
+    {**WEIGHTED, "cap": 1.1, "level": "trajectory"},
+    {**WEIGHTED, "cap": None, "level": "trajectory", "log_ratio": "mean", "k3": 0.0003, "reject_level": "max"},
+    {**MASKED, "level": "sequence", "log_ratio": "mean"},
+    *({**base, "denominator": which} for base in (BAND, MASKED) for which in ("kept", "all")),
+    {**WEIGHTED, "kappa_nats": 0.2, "k2": 0.02},
+    *({"mode": mode} for mode in ("none", "bypass", "decoupled")),
+    {"mode": "bypass", **REJECTED},
+    {"mode": "decoupled", **REJECTED},
+]
+
+
+@pytest.mark.parametrize(("correction", "size"), zip(CORRECTIONS, cycle([1, 5, 100]), strict=False))
 def test_the_gradient_is_that_of_weighted_and_masked_rows_however_they_are_cut(correction, size):
     """The formulas of `correct` have tests of their own."""
     engine, groups = world.moved(correction=correction, size=size)
     settings, corrected = engine.config.algorithm.correction, []
 
     def loss(steps: list[world.Step]) -> Tensor:
-        log_ratio, kappa = (torch.tensor(x, dtype=torch.float64).view(-1, 2) for x in rows_of(steps))
-        corrected.append(correct(Drift(log_ratio, kappa), settings, 24))
+        rows = torch.tensor([[s.nats, s.kappa] for s in steps], dtype=torch.float64)
+        corrected.append(correct(Drift(*rows.T.reshape(2, -1, 2)), settings, 24))
         olds = [s.recorded if settings.mode == "bypass" else s.log_prob.detach() for s in steps]
         losses = [world.surrogate((s.log_prob - old).exp(), s.advantage) for s, old in zip(steps, olds, strict=True)]
         mean = (corrected[0].weight.flatten() * torch.stack(losses)).mean()
@@ -175,11 +175,6 @@ def test_the_gradient_is_that_of_weighted_and_masked_rows_however_they_are_cut(c
     assert metrics["log_ratio_nats/absmax"] > 0.1, "the samples are stale"
     assert metrics.get("masked", 0) == (~found.kept).double().mean().item() < 1
     assert all(metrics[f"masked/{name}"] == masked.double().mean().item() > 0 for name, masked in found.masked.items())
-
-
-def rows_of(steps: list[world.Step]) -> tuple[list[float], list[float]]:
-    """Returns log-ratios and kappas, in nats."""
-    return [s.nats for s in steps], [s.kappa for s in steps]
 
 
 def test_weights_given_by_the_update_replace_those_of_the_rows():

@@ -188,8 +188,7 @@ def test_every_step_is_drawn_as_often_as_every_other():
 
 
 def fractional(size: int = 3, **changes: object) -> tuple[TrainEngine, GroupBatch, list[list[int]]]:
-    """Returns an engine that trains half of 4 steps, a group with a staleness of its own for every step, and the
-    positions that are trained."""
+    """Returns an engine that trains half of 4 steps, a group, and the positions that are trained."""
     engine = world.engine(fraction=0.5, size=size, **changes)
     group = replace(world.group_of(engine, 0, range(4)), staleness=[[10 * i + k for k in range(4)] for i in range(4)])
     world.nudge(engine)

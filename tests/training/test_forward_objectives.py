@@ -35,8 +35,7 @@ def at_end(name: str, **changes: Any) -> tuple[TrainEngine, list[GroupBatch]]:
 def computed(
     config: Config, group: GroupBatch, model: nn.Module, progress: float = 0.0, **others: nn.Module
 ) -> ObjectiveOutput:
-    """Returns the objective, whose formulas have tests of their own, of every draw of every sample in float64.
-    `others` are the models of further policies, by default the one that was loaded."""
+    """Computes the objective of all draws in float64; `others` are models of further policies, else the loaded one."""
     a, rows = config.algorithm, list[dict[str, Tensor]]()
     objective = find_objective(a.name)
     models = {name: others.get(name, loaded()) for name in objective.auxiliary(a)}
@@ -149,8 +148,7 @@ def test_the_pull_to_the_average_changes_over_the_run():
 
 
 def test_under_lora_the_reference_is_the_model_without_adapters():
-    """Applies the chain rule of W + s B A: dL/dA = s B^T G, dL/dB = s G A^T, with G the gradient of the merged
-    weight."""
+    """Applies the chain rule of W + s B A to G, the gradient of the merged weight: s B^T G and s G A^T."""
     engine, groups = at_end("diffusion_dpo", **DPO, lora=world.LORA)
     adapters = {name: p.detach().double() for name, p in engine._model.trainable.items()}
     layers = [name.removesuffix(".lora_A.weight") for name in adapters if "lora_A" in name]

@@ -59,8 +59,7 @@ class LargePolicy(TinyPolicy):
 
 
 def drawn(kind: str, folder: Path, seeds: tuple[int, ...] = (0,)) -> list[TensorDict]:
-    """Draws samples in one batch, by the unshifted policy, and carries them to the trainer: through the store of Ray
-    and through a checkpoint."""
+    """Draws samples by the unshifted policy, and carries them through the store of Ray and a checkpoint."""
     sigmas = LargePolicy().sigmas(STEPS, None)
     samples = []
     for seed in seeds:

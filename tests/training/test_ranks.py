@@ -133,8 +133,7 @@ def sized(name: str, size: int) -> dict[str, Any]:
 
 
 def two_groups(engine: TrainEngine) -> dict[str, Any]:
-    """Returns the gradients of two groups, accumulated before one step, the metrics of the step, and by group what is
-    known of each sample of this rank before."""
+    """Returns gradients and metrics of one step on two groups, and what is known of this rank's samples before."""
     groups = groups_of(engine, range(2))
     seen: list[list[Any]] = []
     if engine.config.rollout.sde is not None:

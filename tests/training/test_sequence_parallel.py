@@ -88,8 +88,7 @@ def train(config: Config, group: GroupBatch | None, rank: int) -> dict[str, Any]
 
 
 def refusals(config: Config, rank: int) -> list[str]:
-    """Returns what is said of Stable Diffusion 3 without a plan, and with diffusers' kind of plan, which its attention
-    does not know."""
+    """Returns the errors of Stable Diffusion 3 without a plan, and with a plan that its attention does not know."""
     sampling = replace(config.rollout.sampling, max_sequence_length=33)
     config = replace(config, rollout=replace(config.rollout, sampling=sampling))  # diffusers cuts text into equal parts
     from diffusers import SD3Transformer2DModel

@@ -36,8 +36,7 @@ CONFIGS = {
 
 
 def diffusers_sigmas(steps, seq_len, config, linspace=np.linspace):
-    """Does what QwenImagePipeline.__call__ does with the scheduler (written out: importing it needs torchvision), and
-    with torch's `linspace` what ZImagePipeline's does."""
+    """Does what QwenImagePipeline's __call__ does with the scheduler; ZImagePipeline's has torch's `linspace`."""
     scheduler = FlowMatchEulerDiscreteScheduler(**config)
     base_len, base_shift = config.get("base_image_seq_len", 256), config.get("base_shift", 0.5)
     m = (config.get("max_shift", 1.15) - base_shift) / (config.get("max_image_seq_len", 4096) - base_len)
