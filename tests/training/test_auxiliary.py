@@ -68,14 +68,6 @@ def test_the_old_policy_follows_once_an_update_by_the_updates_number(backend, lo
     assert max((wrong[name] - expected[name]).abs().max().item() for name in expected) > 1e-5
 
 
-@pytest.mark.parametrize(("decay", "exactly"), [("none", True), ("late", True), ("slow", False)])
-def test_the_other_schedules_start_as_the_policy_itself(decay, exactly):
-    engine = world.updated(**world.NFT, nft={"decay": decay})
-    old = world.auxiliary_of(engine, "old")
-    assert all(torch.equal(old[name], tensor) for name, tensor in world.trainable(engine).items()) == exactly
-    assert torch.equal(velocity(engine, "old"), velocity(engine)) == exactly
-
-
 @pytest.mark.parametrize(
     ("warmup", "decays"), [("ratio", {2: 2 / 11, 4: 0.3, 6: 0.3}), ("linear", {2: 0.001, 4: 0.003, 6: 0.005})]
 )

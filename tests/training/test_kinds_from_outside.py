@@ -71,8 +71,6 @@ def test_a_kind_of_another_package_is_trained():
     [
         ({"sde": {"kind": "flow"}}, "weighted_energy trains on final latents as they are, so an SDE window"),
         ({"correction": {"mode": "bypass"}}, "algorithm.correction: weighted_energy has no ratio"),
-        ({"clip_range": 0.1}, "algorithm.clip_range: weighted_energy does not clip a ratio"),
-        ({"group_size": 1}, "rollout.group_size: weighted_energy compares the samples"),
         ({"name": "awm"}, "algorithm.settings: these are settings of an objective of another package, and 'awm' has"),
     ],
 )
