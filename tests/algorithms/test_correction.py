@@ -74,13 +74,10 @@ def test_the_effective_sample_size_of_weights_beyond_floating_point_of_none_and_
     ("log_ratio", "kappa", "message"),
     [
         (torch.zeros(3, dtype=torch.float64), None, r"shape \(N, W\) with N, W >= 1, got \(3,\)"),
-        (torch.zeros(0, 2, dtype=torch.float64), None, r"shape \(N, W\) with N, W >= 1, got \(0, 2\)"),
         (torch.zeros(1, 2), None, r"log_ratio must be float64 of shape \(1, 2\), got torch.float32"),
         (matrix([0.0, math.nan]), None, "log_ratio must be finite, got nan in sample 0, step 1"),
-        (matrix([0.0], [-math.inf]), None, "log_ratio must be finite, got -inf in sample 1, step 0"),
         (matrix([0.0, 0.0]), matrix([0.0]), r"kappa must be float64 of shape \(1, 2\), got torch.float64 .*\(1, 1\)"),
         (matrix([0.0]), matrix([-0.5]), "kappa must be finite and >= 0, got -0.5 in sample 0, step 0"),
-        (matrix([0.0]), matrix([math.inf]), "kappa must be finite and >= 0, got inf"),
         (matrix([0.0]).requires_grad_(), None, "log_ratio requires a gradient.*detach"),
     ],
 )
@@ -323,7 +320,6 @@ def test_the_proximal_policy_lies_between_the_other_two_by_version():
     ("current", "staleness", "message"),
     [
         (torch.zeros(3), torch.tensor([0, 0]), r"current must have shape \(2,\) like behaviour, got \(3,\)"),
-        (torch.zeros(2), torch.tensor([0]), r"staleness must have shape \(2,\) like behaviour, got \(1,\)"),
         (torch.zeros(2), torch.zeros(2), "staleness must be integers, got torch.float32"),
         (torch.zeros(2), torch.tensor([0, -1]), "staleness must be >= 0, got -1"),
     ],
