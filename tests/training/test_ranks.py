@@ -151,11 +151,11 @@ def deal_all(rank: int, configs: dict[tuple[str, int], Config]) -> dict[tuple[st
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", [2, 3])
-def test_shares_of_any_size_have_the_gradients_of_one_rank(world):
-    jobs = {(name, size): sized(name, size) for name in DEALT for size in SIZES if world == 3 or size > 2}
-    dealt = {key: world.make_config(**{**change, "workers": world}) for key, change in jobs.items()}
-    ranks = world.on_ranks(world, deal_all, dealt)
+@pytest.mark.parametrize("count", [2, 3])
+def test_shares_of_any_size_have_the_gradients_of_one_rank(count):
+    jobs = {(name, size): sized(name, size) for name in DEALT for size in SIZES if count == 3 or size > 2}
+    dealt = {key: world.make_config(**{**change, "workers": count}) for key, change in jobs.items()}
+    ranks = world.on_ranks(count, deal_all, dealt)
     for key, change in jobs.items():
         expected = two_groups(start(key[0], world.make_config(**change)))
         largest = max(gradient.abs().max().item() for gradient in expected["gradients"].values())
@@ -164,5 +164,5 @@ def test_shares_of_any_size_have_the_gradients_of_one_rank(world):
             world.assert_close(found["gradients"], expected["gradients"], rtol=3e-6, atol=3e-6 * largest)
             assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6), key
             for i, (mine, rows) in enumerate(zip(found["seen"], expected["seen"], strict=True)):
-                dealt = ParallelLayout(number, world).dealt(len(rows), i % 2 * len(rows))
+                dealt = ParallelLayout(number, count).dealt(len(rows), i % 2 * len(rows))
                 assert mine == [pytest.approx(rows[k], abs=1e-5) for k in dealt], key

@@ -147,12 +147,12 @@ def config_of(case: Case, checkpoints: dict[str, str], alone: bool) -> Config:
     return world.make_config(**{**changes, **case.changes, **ranks})
 
 
-def assert_ranks_train_what_one_trains(checkpoints: dict[str, str], world: int) -> list[dict[str, Any]]:
+def assert_ranks_train_what_one_trains(checkpoints: dict[str, str], count: int) -> list[dict[str, Any]]:
     """Returns what every rank found, by case."""
-    cases = {name: case for name, case in CASES.items() if case.workers == world}
+    cases = {name: case for name, case in CASES.items() if case.workers == count}
     alone = {name: train(config_of(case, checkpoints, alone=True), None, 0) for name, case in cases.items()}
     jobs = {name: (config_of(case, checkpoints, alone=False), alone[name]["group"]) for name, case in cases.items()}
-    ranks = world.on_ranks(world, work, {REFUSED: jobs["sd3"], **jobs} if world == 2 else jobs)
+    ranks = world.on_ranks(count, work, {REFUSED: jobs["sd3"], **jobs} if count == 2 else jobs)
     for name, (config, _) in jobs.items():
         wanted = alone[name]["gradients"]
         largest = max(gradient.abs().max().item() for gradient in wanted.values())
