@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,21 +55,31 @@ def update(engine: TrainEngine, number: int) -> tuple[dict[str, float], int]:
     return engine.step(), collectives.gathers
 
 
-def run(engine: TrainEngine) -> dict[str, Any]:
-    return {"updates": [update(engine, number) for number in range(2)], "weights": world.trainable(engine)}
+def run(engine: TrainEngine, folder: Path) -> dict[str, Any]:
+    """Makes two updates; with a fused optimizer the second one again from a checkpoint, too."""
+    first, fused = update(engine, 0), engine.config.trainer.optimizer.fused
+    if fused:
+        world.save(engine, folder)
+    found = {"updates": [first, update(engine, 1)], "weights": world.trainable(engine)}
+    if fused:
+        world.load(engine, folder)
+        update(engine, 1)
+        world.assert_close(world.trainable(engine), found["weights"])
+    return {**found, "exports": world.export(engine, 2) is not None}
 
 
-def run_all(rank: int, configs: dict[str, Config]) -> dict[str, Any]:
-    return {name: run(world.started(config, rank=rank)) for name, config in configs.items()}
+def run_all(rank: int, folder: Path, configs: dict[str, Config]) -> dict[str, Any]:
+    return {name: run(world.started(config, rank=rank), folder / name) for name, config in configs.items()}
 
 
 @pytest.mark.thorough
-def test_two_ranks_exchange_less_and_train_the_same():
+def test_two_ranks_exchange_less_and_train_the_same(tmp_path):
     configs = {name: world.make_config(workers=2, **changes) for name, changes in JOBS.items()}
-    found = world.on_ranks(2, run_all, configs)
+    found = world.on_ranks(2, run_all, tmp_path, configs)
     ranks = {name: [results[name] for results in found] for name in JOBS}
-    for rank, other in ranks.values():
+    for name, (rank, other) in ranks.items():
         world.assert_close(other["weights"], rank["weights"])
+        assert (rank["exports"], other["exports"]) == (True, False), name
 
     def gathers(name: str) -> list[int]:
         return [count for _, count in ranks[name][0]["updates"]]
@@ -91,7 +102,7 @@ def test_two_ranks_exchange_less_and_train_the_same():
         for its, expected in zip(metrics(other), metrics(same), strict=True):
             assert its == pytest.approx(expected, rel=1e-5, abs=1e-7)
         world.assert_close(ranks[other][0]["weights"], ranks[same][0]["weights"], atol=2e-6)
-    apart = run(world.engine(**SHARED))
+    apart = run(world.started(world.make_config(**SHARED)), tmp_path / "alone")
     for its, (expected, _) in zip(metrics("shared"), apart["updates"], strict=True):
         assert its == pytest.approx(expected, rel=1e-4, abs=1e-6)
     world.assert_close(ranks["shared"][0]["weights"], apart["weights"], atol=1e-6)
