@@ -1,5 +1,4 @@
-"""Tests off-policy correction against its formulas: drift, masks, weights, tempering, and what `correct` makes of
-them."""
+"""Tests off-policy correction against its formulas."""
 
 import math
 from itertools import combinations, pairwise
@@ -15,7 +14,6 @@ from omni_async.algorithms.correction import (
     Drift,
     correct,
     effective_sample_size,
-    importance_weights,
     interpolated_log_prob,
     k1_mask,
     loss_factor,
@@ -52,9 +50,6 @@ def ess(log_weights):
     return effective_sample_size(log_weights).item()
 
 
-# Drift and effective sample size
-
-
 @given(st.lists(st.floats(-20, 20), min_size=1, max_size=20))
 @examples(max_examples=50, deadline=None)
 def test_the_effective_sample_size_is_its_formula(log_weights):
@@ -79,13 +74,10 @@ def test_the_effective_sample_size_of_weights_beyond_floating_point_of_none_and_
     ("log_ratio", "kappa", "message"),
     [
         (torch.zeros(3, dtype=torch.float64), None, r"shape \(N, W\) with N, W >= 1, got \(3,\)"),
-        (torch.zeros(0, 2, dtype=torch.float64), None, r"shape \(N, W\) with N, W >= 1, got \(0, 2\)"),
         (torch.zeros(1, 2), None, r"log_ratio must be float64 of shape \(1, 2\), got torch.float32"),
         (matrix([0.0, math.nan]), None, "log_ratio must be finite, got nan in sample 0, step 1"),
-        (matrix([0.0], [-math.inf]), None, "log_ratio must be finite, got -inf in sample 1, step 0"),
         (matrix([0.0, 0.0]), matrix([0.0]), r"kappa must be float64 of shape \(1, 2\), got torch.float64 .*\(1, 1\)"),
         (matrix([0.0]), matrix([-0.5]), "kappa must be finite and >= 0, got -0.5 in sample 0, step 0"),
-        (matrix([0.0]), matrix([math.inf]), "kappa must be finite and >= 0, got inf"),
         (matrix([0.0]).requires_grad_(), None, "log_ratio requires a gradient.*detach"),
     ],
 )
@@ -94,21 +86,14 @@ def test_drift_that_cannot_be_is_refused(log_ratio, kappa, message):
         Drift(log_ratio, kappa)
 
 
-# Masks
-
-
-def naive_mask(rows, level, accepts, statistic):
-    """Applies a rule row by row with Python numbers."""
-    kept = []
-    for row in rows.tolist():
-        values = [statistic(number) for number in row]
-        one = {"sum": sum(values), "mean": sum(values) / len(values)}
-        if level == "step":
-            kept.append([accepts(value) for value in values])
-        else:
-            fine = all(map(accepts, values)) if level == "max" else accepts(one[level])
-            kept.append([fine] * len(row))
-    return torch.tensor(kept)
+def judged(statistic, level, accepts):
+    """Returns the rows that a rule keeps, judged by step or over the steps of their sample."""
+    if level == "step":
+        return accepts(statistic)
+    if level == "max":
+        return accepts(statistic).all(1, keepdim=True).expand_as(statistic)
+    one = statistic.sum(1, keepdim=True) if level == "sum" else statistic.mean(1, keepdim=True)
+    return accepts(one).expand_as(statistic)
 
 
 def test_k3_punishes_large_ratios_more_than_small_ones_and_survives_overflow():
@@ -144,9 +129,6 @@ def test_m2po_keeps_the_first_among_equals_and_survives_overflow():
     assert m2po_mask(matrix([1e200, 0.1]), 1.0).tolist() == [[False, True]]
 
 
-# Tempering
-
-
 LOG_RATIOS = st.lists(st.floats(-50, 50), min_size=2, max_size=12).map(lambda values: matrix(*values))
 
 
@@ -172,53 +154,16 @@ def test_only_differences_between_log_ratios_count_and_all_of_them_alike_whateve
             tempering_exponent(log_ratio, target)
 
 
-# Weights
+def weights_by_the_page(log_ratio, settings, num_elements):
+    exponent = log_ratio / (num_elements if settings.log_ratio == "mean" else 1)
+    if settings.level != "step":
+        per_step = settings.level == "trajectory" and settings.log_ratio == "mean"
+        exponent = (exponent.mean(1, keepdim=True) if per_step else exponent.sum(1, keepdim=True)).expand_as(exponent)
+    weight = exponent.clamp(-20, 20).exp()
+    if settings.band is not None:
+        weight = torch.where((weight >= settings.band[0]) & (weight <= settings.band[1]), weight, 0.0)
+    return weight.clamp(max=settings.cap or math.inf)
 
-
-def naive_weights(log_ratio, settings, num_elements):
-    """Computes importance weights alone, row by row with Python numbers."""
-    weights = []
-    for row in log_ratio.tolist():
-        if settings.log_ratio == "mean":
-            row = [value / num_elements for value in row]
-        if settings.level == "trajectory":
-            row = [sum(row) / len(row) if settings.log_ratio == "mean" else sum(row)] * len(row)
-        if settings.level == "sequence":
-            row = [sum(row)] * len(row)
-        own = [math.exp(min(max(value, -20.0), 20.0)) for value in row]
-        if settings.band is not None:
-            own = [w if settings.band[0] <= w <= settings.band[1] else 0.0 for w in own]
-        weights.append([min(w, settings.cap or math.inf) for w in own])
-    return matrix(*weights)
-
-
-def test_the_band_judges_weights_before_the_cap_truncates_them():
-    weight, _ = importance_weights(matrix([0.4, 0.9, 2.5, 3.5]).log(), asked(cap=2.0, band=(0.5, 3.0)), 1)
-    assert weight.tolist()[0] == pytest.approx([0.0, 0.9, 2.0, 0.0])
-
-
-@pytest.mark.parametrize("level", ["step", "trajectory"])
-def test_tempered_weights_reach_the_target(level):
-    log_ratio = -2 + 2 * normal(0, 5000, 3)
-    weight, gamma = importance_weights(log_ratio, asked(weights="tempered", level=level, ess_target=0.6), 50)
-    assert 0 < gamma < 1
-    assert ess(weight.log().flatten()) == pytest.approx(0.6, rel=1e-6)
-    exponent = log_ratio if level == "step" else log_ratio.sum(dim=1, keepdim=True).expand(-1, 3)
-    assert gamma == pytest.approx(tempering_exponent(exponent, 0.6), rel=1e-8)
-    torch.testing.assert_close(weight, (gamma * exponent).exp())
-
-
-@given(st.integers(0, 1000), st.floats(0.1, 30.0), st.floats(0.1, 3.0))
-@examples(max_examples=60, deadline=None)
-def test_clamp_and_cap_never_lower_the_effective_sample_size(seed, spread, cap):
-    log_ratio = spread * normal(seed, 40, 1)
-    capped, _ = importance_weights(log_ratio, asked(cap=cap), 1)
-    assert ess(capped.log()) >= ess(log_ratio) * (1 - 1e-12)
-    tempered, _ = importance_weights(log_ratio, asked(weights="tempered", ess_target=0.7, cap=cap), 1)
-    assert ess(tempered.log()) >= 0.7 * (1 - 1e-12)
-
-
-# All of it together
 
 ONE_ROW_AT_A_TIME = st.builds(
     lambda level, **chosen: asked(level=level[0], log_ratio=level[1], **chosen),
@@ -238,20 +183,19 @@ ONE_ROW_AT_A_TIME = st.builds(
 
 
 def by_the_page(drift, chosen, num_elements):
-    """Returns (weight before masks, whether the row is left) of every row, sample by sample, from the formulas of
-    docs/algorithms/correction.md."""
-    weights = naive_weights(drift.log_ratio, chosen, num_elements)
+    """Returns weights before masks, and which rows are left, by the formulas of docs/algorithms/correction.md."""
+    weight = weights_by_the_page(drift.log_ratio, chosen, num_elements)
     L = drift.log_ratio / (num_elements if chosen.log_ratio == "mean" else 1)
-    kept = weights > 0
+    kept = weight > 0
     if chosen.kappa_nats is not None:
-        kept &= torch.tensor([[kappa <= chosen.kappa_nats for kappa in row] for row in drift.kappa.tolist()])
+        kept &= drift.kappa <= chosen.kappa_nats
     if chosen.k1 is not None:
         low, high = map(math.log, chosen.k1)
-        kept &= naive_mask(L, chosen.reject_level, lambda value: low <= value <= high, lambda value: value)
-    for bound, statistic in ((chosen.k2, lambda x: x * x / 2), (chosen.k3, lambda x: math.exp(x) - 1 - x)):
+        kept &= judged(L, chosen.reject_level, lambda value: (low <= value) & (value <= high))
+    for bound, statistic in ((chosen.k2, L * L / 2), (chosen.k3, L.exp() - 1 - L)):
         if bound is not None:
-            kept &= naive_mask(L, chosen.reject_level, lambda value: value <= bound, statistic)  # noqa: B023
-    return zip(weights.flatten().tolist(), kept.flatten().tolist(), strict=True)
+            kept &= judged(statistic, chosen.reject_level, lambda value: value <= bound)  # noqa: B023
+    return weight, kept
 
 
 @given(ONE_ROW_AT_A_TIME, st.integers(0, 1000), st.sampled_from([1.5, 30.0]))
@@ -259,17 +203,14 @@ def by_the_page(drift, chosen, num_elements):
 def test_weights_masks_and_the_normalised_loss_are_those_of_the_formulas(chosen, seed, spread):
     drift = random_drift(seed, spread=spread)
     got = correct(drift, chosen, 4)
-    assert got.gamma == 1.0
-    assert got.kept.flatten().tolist() == [kept for _, kept in by_the_page(drift, chosen, 4)]
-    torch.testing.assert_close(got.unmasked, naive_weights(drift.log_ratio, chosen, 4), atol=1e-12, rtol=1e-12)
+    weight, kept = by_the_page(drift, chosen, 4)
+    assert got.gamma == 1.0 and torch.equal(got.kept, kept)
+    torch.testing.assert_close(got.unmasked, weight, atol=1e-12, rtol=1e-12)
     loss = torch.rand(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    total = below = 0.0
-    for (weight, kept), value in zip(by_the_page(drift, chosen, 4), loss.flatten().tolist(), strict=True):
-        total += weight * value if kept else 0.0
-        if kept or chosen.denominator == "all":
-            below += weight if chosen.normalise else 1.0
+    counted = (weight if chosen.normalise else torch.ones_like(weight)) * (kept | (chosen.denominator == "all"))
+    expected = (weight * loss * kept).sum() / counted.sum() if counted.any() else 0.0
     mean = (got.weight * loss).mean().item() * loss_factor(*normaliser(got, chosen))
-    assert mean == pytest.approx(total / below if below else 0.0, rel=1e-12)
+    assert mean == pytest.approx(float(expected), rel=1e-12)
 
 
 @given(ONE_ROW_AT_A_TIME, st.integers(0, 1000))
@@ -328,8 +269,7 @@ def test_log_ratios_per_element_reach_rejection_and_m2_but_not_kappa():
 
 
 def test_the_tempering_exponent_of_the_rows_that_every_rule_keeps_by_hand():
-    """Leaves two rows, at L = 0 and 5: their ESS (1 + e^g)^2 / (2 (1 + e^2g)) is .8 at e^g = 3, whatever was dropped
-    beside them."""
+    """Leaves two rows, at L = 0 and 5: their ESS (1 + e^g)^2 / (2 (1 + e^2g)) is .8 at e^g = 3."""
     drift = Drift(matrix([0.0, 40.0, -3.0], [5.0, -40.0, 5.1]), matrix([0.0, 0.0, 9.0], [0.0, 0.0, 9.0]))
     chosen = asked(weights="tempered", ess_target=0.8, kappa_nats=1.0, k2=100.0)
     got = correct(drift, chosen, 10)
@@ -360,9 +300,6 @@ def test_impossible_settings_and_missing_kappa_are_refused(drift, chosen, num_el
         correct(drift, Correction(**chosen), num_elements)
 
 
-# The proximal policy without a pass of its own
-
-
 def test_the_proximal_policy_lies_between_the_other_two_by_version():
     versions = torch.tensor([[6, 5], [4, 3], [6, 7 - 10**9]])  # that took each step, while 7 is being made from 6
     behaviour = matrix([-1.0, -1.5], [-2.0, -2.5], [-0.1234567, -0.5]).requires_grad_()
@@ -373,21 +310,16 @@ def test_the_proximal_policy_lies_between_the_other_two_by_version():
     assert torch.equal(got[:, 0][versions[:, 0] == 6], behaviour[:, 0][versions[:, 0] == 6])
     assert got[2, 1].item() == pytest.approx(-0.7, abs=1e-8)  # old steps approach the current policy
     assert not got.requires_grad
-
-
-def test_float32_log_probs_stay_float32_and_are_interpolated_in_float64():
-    behaviour = torch.tensor([-1.0, -1.0])
-    current = behaviour + torch.tensor([3e-7, -3e-7])
-    got = interpolated_log_prob(behaviour, current, torch.tensor([2, 2]))
-    assert got.dtype == torch.float32
-    assert torch.equal(got, (behaviour.double() + 2 / 3 * (current.double() - behaviour.double())).float())
+    single = interpolated_log_prob(behaviour.float(), current.float(), 6 - versions)
+    assert single.dtype == torch.float32  # interpolated in float64
+    exact = interpolated_log_prob(behaviour.float().double(), current.float().double(), 6 - versions)
+    assert torch.equal(single, exact.float())
 
 
 @pytest.mark.parametrize(
     ("current", "staleness", "message"),
     [
         (torch.zeros(3), torch.tensor([0, 0]), r"current must have shape \(2,\) like behaviour, got \(3,\)"),
-        (torch.zeros(2), torch.tensor([0]), r"staleness must have shape \(2,\) like behaviour, got \(1,\)"),
         (torch.zeros(2), torch.zeros(2), "staleness must be integers, got torch.float32"),
         (torch.zeros(2), torch.tensor([0, -1]), "staleness must be >= 0, got -1"),
     ],
@@ -396,8 +328,6 @@ def test_inputs_that_do_not_fit_are_refused(current, staleness, message):
     with pytest.raises(ValueError, match=message):
         interpolated_log_prob(torch.zeros(2), current, staleness)
 
-
-# Settings that contradict each other
 
 K = {"k1": (0.5, 2.0), "k2": 1.0, "k3": 1.0}
 DECOUPLED = {"mode": "decoupled", "weights": "importance"}
@@ -435,7 +365,6 @@ def test_combinations_that_work_have_no_problem(fine):
         ({"mode": "interpolated", "kappa_nats": 0.5}, "kappa_nats", "no proximal mean", "decoupled"),
         ({"k1": (0.5, 2.0)}, "k1", "mode auto decides", "decoupled"),
         ({"mode": "bypass", "k1": (2.0, 0.5)}, "k1", r"\[2.0, 0.5\] is no interval", "lo < hi"),
-        ({"mode": "bypass", "k1": (1.0, 1.0)}, "k1", r"\[1.0, 1.0\] is no interval", "lo < hi"),
         ({**DECOUPLED, "band": (2.0, 0.5)}, "band", "is no interval", "lo < hi"),
         ({"mode": "decoupled", "weights": "tempered", "band": (0.5, 2.0)}, "band", "bounds the spread", "cap"),
         ({"mode": "decoupled", "band": (0.5, 2.0)}, "band", "weights is none", "importance"),

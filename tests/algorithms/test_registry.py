@@ -1,6 +1,4 @@
-"""Tests objectives by name: what each declares is what its function takes, and other packages may add theirs. Also
-what it means for the rest of a recipe: which combinations cannot work, what engines return of a sample, and the share
-of a group on the rank that all others wait for."""
+"""Tests objectives by name, those of other packages, and which recipes they can be part of."""
 
 from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
@@ -10,7 +8,7 @@ import pytest
 
 from omni_async.algorithms import validation
 from omni_async.algorithms.kinds import samples_per_rank, trajectory_fields
-from omni_async.algorithms.registry import BUILT_IN, Objective, find_objective, nft_decay, objective_names
+from omni_async.algorithms.registry import Objective, find_objective, nft_decay, objective_names
 from omni_async.algorithms.validation import problems
 from omni_async.config.algorithm import Algorithm, Awm, Mix, Nft
 from omni_async.plugins import entry_points as lookup
@@ -18,34 +16,13 @@ from omni_async.runtime.preflight.listing import listing
 from tests.algorithms.wrong_combinations import DPO, OFFLINE, RIGHT, WRONG
 from tests.config.recipe import MINIMAL, load_text
 
-TRANSITION = {"flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard", "flow_dppo", "gspo"}
-FORWARD = {"diffusion_nft", "awm", "diffusion_dpo"}
 WITH_KL = Algorithm(kl_coef=0.04)
 THEIRS = Objective("theirs", "another package's", "forward", "builtins:len", ("final", "conditioning"))
 NO_OBJECTIVE = {"name": "theirs"}
 
 
-def test_the_family_is_there_and_declares_what_it_needs_of_a_sample():
-    known = {name: find_objective(name) for name in objective_names()}
-    assert {name for name, objective in known.items() if objective.kind == "transition"} == TRANSITION
-    assert known.keys() == TRANSITION | FORWARD
-    for name, objective in known.items():
-        means = {"means"} if name in ("grpo_guard", "flow_dppo") else set()
-        needed = {"final"} if name in FORWARD else {"latents", "log_probs"} | means
-        assert set(objective.fields) == {"conditioning"} | needed
-        assert objective.unit == ("sample" if name in ("gspo", "awm") else "row")
-
-
-@pytest.mark.parametrize("objective", BUILT_IN, ids=lambda objective: objective.name)
-def test_every_entry_leads_to_its_own_function(objective):
-    assert objective.load().__name__ == objective.name
-    assert find_objective(objective.name) is objective
-    assert objective.summary and "\n" not in objective.summary
-
-
 def test_losses_on_final_latents_do_not_scale_with_the_advantage_and_anothers_penalty_changes_nothing():
-    """Leaves it to the tests of the losses on steps that these are declared as they are."""
-    assert not any(find_objective(name).homogeneous(Algorithm()) for name in FORWARD)
+    assert not any(find_objective(name).homogeneous(Algorithm()) for name in ("diffusion_nft", "awm", "diffusion_dpo"))
     assert find_objective("flow_grpo").homogeneous(Algorithm(mix=Mix(log_ratio_coef=0.1)))
 
 
@@ -94,9 +71,6 @@ def test_impossible_schedules_are_refused(arguments, message):
         nft_decay(*arguments)
 
 
-# Of other packages
-
-
 @pytest.fixture
 def installed(monkeypatch):
     """Returns a function that has packages register objectives: names, and attributes of this file."""
@@ -117,9 +91,7 @@ def test_an_unknown_objective_is_refused_with_the_known_ones(installed):
         find_objective("ppo")
     for settings in ("{}", "{a: 1}"):
         config = load_text(MINIMAL, "algorithm.name=flow_grp", f"algorithm.settings={settings}")
-        with pytest.raises(
-            ValueError, match=r"^algorithm\.name: expected one of .*, got 'flow_grp'; did you mean 'flow_grpo'\?$"
-        ):
+        with pytest.raises(ValueError, match=r"^algorithm\.name: .*, got 'flow_grp'; did you mean 'flow_grpo'\?$"):
             next(problems(config))
 
 
@@ -127,9 +99,7 @@ def test_another_packages_objective_is_found_and_a_built_in_name_cannot_be_taken
     installed(theirs="THEIRS")
     assert "theirs" in objective_names() and find_objective("theirs") is THEIRS
     installed(flow_grpo="THEIRS")
-    with pytest.raises(
-        ValueError, match=rf"^algorithm\.name: 'flow_grpo' is built in, and registered as .'{__name__}:THEIRS'.;"
-    ):
+    with pytest.raises(ValueError, match=rf"^algorithm\.name: 'flow_grpo' is built in, and .*'{__name__}:THEIRS'.;"):
         find_objective("flow_grpo")
 
 
@@ -137,21 +107,19 @@ def test_an_objective_that_could_only_fail_later_is_refused(installed, monkeypat
     installed(other="THEIRS")
     with pytest.raises(ValueError, match="'other' is registered for an objective that is called 'theirs'"):
         find_objective("other")
-    fields = {"name": "theirs", "summary": "", "kind": "forward", "compute": "nowhere:f", "fields": THEIRS.fields}
+    with pytest.raises(TypeError, match="homogeneous: expected a function, got True"):
+        replace(THEIRS, homogeneous=True)
+    for compute, why in (("nowhere:f", "No module named 'nowhere'"), (f"{__name__}:NO_OBJECTIVE", "no function")):
+        with pytest.raises(ValueError, match=f"objective 'theirs': compute: .*{why}"):
+            replace(THEIRS, compute=compute).load()
     for kind, given, missing in (
         ("transition", ("latents", "conditioning"), "['log_probs']"),
         ("forward", ("conditioning",), "['final']"),
     ):
-        theirs = Objective(**(fields | {"kind": kind, "fields": given}))
-        with monkeypatch.context() as patch:
-            patch.setattr(validation, "find_objective", lambda name, found=theirs: found)
-            why = f"algorithm.name: objective 'theirs': fields: {kind!r} rows are made of {missing} too"
-            assert next(validation.problems(load_text(MINIMAL))) == why
-    with pytest.raises(TypeError, match="homogeneous: expected a function, got True"):
-        Objective(**fields, homogeneous=True)
-    for compute, why in (("nowhere:f", "No module named 'nowhere'"), (f"{__name__}:NO_OBJECTIVE", "no function")):
-        with pytest.raises(ValueError, match=f"objective 'theirs': compute: .*{why}"):
-            Objective(**(fields | {"compute": compute})).load()
+        theirs = replace(THEIRS, kind=kind, fields=given)
+        monkeypatch.setattr(validation, "find_objective", lambda name, found=theirs: found)
+        why = f"algorithm.name: objective 'theirs': fields: {kind!r} rows are made of {missing} too"
+        assert next(validation.problems(load_text(MINIMAL))) == why
 
 
 def test_the_list_marks_an_objective_that_cannot_be_used(installed):
@@ -169,28 +137,15 @@ def test_the_list_marks_an_objective_that_cannot_be_used(installed):
 )
 def test_what_is_no_objective_is_one_line_with_the_package_that_brought_it(installed, at, reason):
     installed(theirs=at)
-    with pytest.raises(
-        ValueError, match=rf"^algorithm\.name: 'theirs' is registered as '{__name__}:{at}', which {reason}"
-    ):
+    with pytest.raises(ValueError, match=rf"^algorithm\.name: 'theirs' is .* '{__name__}:{at}', which {reason}"):
         find_objective("theirs")
 
 
-def test_fields_that_no_engine_returns_are_refused_where_the_objective_is_made():
-    with pytest.raises(
-        ValueError, match=r"^objective 'theirs': fields: engines return \['latents', .*\], got \['velocities'\]$"
-    ):
+def test_wrong_fields_and_settings_are_refused_where_the_objective_is_made():
+    with pytest.raises(ValueError, match=r"^objective 'theirs': fields: engines return .*, got \['velocities'\]$"):
         replace(THEIRS, fields=("final", "velocities"))
-
-
-def test_settings_that_would_take_unknown_keys_are_refused():
-    class Settings(msgspec.Struct):
-        power: int = 2
-
     with pytest.raises(TypeError, match=r"objective 'theirs': settings must be a subclass of .*Section"):
-        replace(THEIRS, settings=Settings)
-
-
-# What a recipe's objective means for the rest of it
+        replace(THEIRS, settings=msgspec.Struct)
 
 
 @pytest.mark.parametrize(("overrides", "said"), WRONG)
@@ -199,17 +154,13 @@ def test_a_combination_that_cannot_work_is_one_line_that_names_the_key(overrides
     assert all(part in problem for part in said.split(" ... "))
     assert "\n" not in problem
     key, _, reason = problem.partition(": ")
-    assert key.split(".")[0] in ("algorithm", "data", "reward", "rollout", "trainer", "validation")
-    assert reason
+    assert reason and key.split(".")[0] in ("algorithm", "data", "reward", "rollout", "trainer", "validation")
 
 
-@pytest.mark.parametrize("overrides", RIGHT)
-def test_what_can_work_is_not_objected_to(overrides):
-    assert list(problems(load_text(MINIMAL, *overrides))) == []
-
-
-def test_every_objective_is_among_what_can_work():
-    assert {load_text(MINIMAL, *overrides).algorithm.name for overrides in RIGHT} == {*objective_names()}
+def test_what_can_work_is_not_objected_to():
+    right = [load_text(MINIMAL, *overrides) for overrides in RIGHT]
+    assert [problem for config in right for problem in problems(config)] == []
+    assert {config.algorithm.name for config in right} == {*objective_names()}
 
 
 def test_everything_that_is_wrong_is_found():
@@ -227,15 +178,11 @@ def test_everything_that_is_wrong_is_found():
 @pytest.mark.parametrize(
     ("overrides", "share"),
     [
-        (("rollout.group_size=8",), 8),
         (("rollout.group_size=8", "trainer.workers=2"), 4),
-        (("rollout.group_size=8", "trainer.workers=3"), 3),
         (("rollout.group_size=8", "trainer.workers=9"), 1),
         (("rollout.group_size=8", "trainer.workers=6", "trainer.sequence_parallel=2"), 1.5),
         # Draws of a pair are dealt, not its samples.
-        ((*DPO, "rollout.group_size=8", "algorithm.forward.draws=6", "trainer.workers=3"), 8 / 3),
         ((*DPO, "rollout.group_size=8", "algorithm.forward.draws=6", "trainer.workers=4"), 8 * 2 / 6),
-        ((*OFFLINE, "algorithm.forward.draws=6", "trainer.workers=12"), 2 / 6),
         ((*OFFLINE, "algorithm.forward.draws=6", "trainer.workers=6", "trainer.sequence_parallel=2"), 2 / 6),
     ],
 )
@@ -262,16 +209,12 @@ def fields(name: str, *overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "correction", "means"),
     [
-        ("flow_grpo", "{}", False),
         ("flow_grpo", BYPASS, False),
         ("flow_grpo", "{mode: decoupled, weights: tempered, k3: 1.0}", False),
         ("flow_grpo", MASKED, True),
-        ("gspo", "{mode: none}", False),
-        ("gspo", MASKED, True),
         ("grpo_guard", "{}", True),
         ("flow_dppo", BYPASS, True),
         ("flow_dppo", "{mode: decoupled}", False),
-        ("grpo_guard", "{mode: none}", False),
         ("flow_dppo", MASKED, True),
     ],
 )
@@ -280,11 +223,7 @@ def test_means_are_returned_only_where_a_gradient_reads_them(name, correction, m
     assert fields(name, f"algorithm.correction={correction}") == expected
 
 
-def test_the_automatic_correction_masks_by_means_from_where_it_is_decoupled():
-    """Mode `auto` adds kappa_nats beyond S = 4."""
+def test_fields_follow_the_automatic_correction_and_the_kind():
     assert "means" not in fields("flow_grpo", "staleness.max_updates=4")
     assert "means" in fields("flow_grpo", "staleness.max_updates=5")
-
-
-def test_objectives_on_final_latents_need_nothing_of_the_steps():
     assert fields("awm", "rollout.sde=null") == ["conditioning", "final"]

@@ -1,5 +1,4 @@
-"""Lists recipes whose parts contradict each other: overrides of a valid flow_grpo recipe, and what is said: parts of
-one message, with " ... " between them."""
+"""Lists recipes whose parts contradict each other: overrides of a flow_grpo recipe, and parts of the message."""
 
 NFT = ("algorithm.name=diffusion_nft", "rollout.sde=null")
 AWM = ("algorithm.name=awm", "rollout.sde=null")

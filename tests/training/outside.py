@@ -1,6 +1,4 @@
-"""Defines, as another package would, what tests install through entry points: a kind of rows and an objective on it,
-the final latents of a sample being one row and no noise drawn; and a backend, whose ranks each hold the whole model and
-sum gradients before a step."""
+"""Defines a kind of rows, an objective on it and a backend as another package would."""
 
 from __future__ import annotations
 

@@ -105,10 +105,7 @@ def test_all_ranks_call_the_same_components_and_every_row_counts_once(data):
 
 
 def test_a_policy_of_one_component_needs_no_exchange():
-    def never(values: list[int]) -> list[int]:
-        raise AssertionError("ranks need not talk")
-
-    found = list(micro_batches(["transformer"] * 5, 2, 1, 6, TinyPolicy.components, never))
+    found = list(micro_batches(["transformer"] * 5, 2, 1, 6, TinyPolicy.components, pytest.fail))
     assert [(list(one.rows), one.counts) for one in found] == [([0, 1], True), ([2, 3], True), ([4], True)]
 
 
@@ -131,18 +128,19 @@ def times_embedded(recipe: str, path: Any, backend: str, embedder: str) -> list[
     return seen
 
 
-def test_the_time_reaches_a_denoiser_in_half_precision_as_engines_give_it(tmp_path):
-    """In bfloat16, which FSDP2 would cast it to, 938.3 is 940."""
-    seen = times_embedded("sd35.yaml", tiny.build(tmp_path), "fsdp2", "time_text_embed.time_proj")
-    assert seen and all(torch.equal(time, SIGMA * 1000) and time.dtype == torch.float32 for time in seen)
-
-
-@pytest.mark.parametrize("backend", ["plain", "fsdp2"])
-def test_a_denoiser_that_embeds_the_time_in_its_own_dtype_is_told_it_as_engines_tell_it(tmp_path, backend):
-    """Trained weights are float32, and bfloat16 while they compute."""
-    path = hunyuan_video_15.build(tmp_path)
-    seen = times_embedded("hunyuan_video_15.yaml", path, backend, "time_embed.time_proj")
-    assert seen and all(torch.equal(time, (SIGMA * 1000).bfloat16()) for time in seen)
+@pytest.mark.parametrize(
+    ("recipe", "build", "backend", "embedder", "expected"),
+    [
+        ("sd35.yaml", tiny.build, "fsdp2", "time_text_embed.time_proj", SIGMA * 1000),  # in bfloat16 it were 940
+        *(
+            ("hunyuan_video_15.yaml", hunyuan_video_15.build, one, "time_embed.time_proj", (SIGMA * 1000).bfloat16())
+            for one in ("plain", "fsdp2")
+        ),
+    ],
+)
+def test_the_time_reaches_a_denoiser_as_engines_give_it(recipe, build, backend, embedder, expected, tmp_path):
+    seen = times_embedded(recipe, build(tmp_path), backend, embedder)
+    assert seen and all(torch.equal(time, expected) and time.dtype == expected.dtype for time in seen)
 
 
 def test_drifts_are_those_of_their_samples_whatever_the_order_of_rows():

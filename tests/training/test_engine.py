@@ -1,5 +1,4 @@
-"""Tests that the engine's gradient is the definition's, however rows are cut and whichever of a window's steps are
-trained; and what it refuses."""
+"""Tests that the engine's gradient is the definition's, and what the engine refuses."""
 
 from __future__ import annotations
 
@@ -20,90 +19,56 @@ from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.training.transition_rows import trained_steps
 from tests.support.fakes import TinyPolicy
-from tests.training.training_world import (
-    Step,
-    assert_trains,
-    export,
-    gradients,
-    group_of,
-    log_probs,
-    loras,
-    make_config,
-    model_of,
-    moved,
-    nudge,
-    started,
-    step_on,
-    steps_of,
-    surrogate,
-    trained,
-    update,
-    weights,
-)
+from tests.training import training_world as world
 
 
-def clipped(steps: list[Step]) -> list[torch.Tensor]:
-    return [surrogate(s.ratio, s.advantage) for s in steps]
+def clipped(steps: list[world.Step]) -> list[torch.Tensor]:
+    return [world.surrogate(s.ratio, s.advantage) for s in steps]
 
 
 @pytest.mark.parametrize(("cfg", "through"), [(1.0, True), (3.0, True), (3.0, False)])
 def test_the_gradient_is_that_of_the_mean_loss(cfg, through):
-    engine, groups = moved(0.02, cfg=cfg, unconditional_gradient=through, size=3)
-    assert_trains(engine, groups, clipped)
-
-
-@pytest.mark.parametrize("size", [1, 3, 100])
-def test_an_objective_of_samples_gets_all_their_steps(size):
-    """Uses GSPO: s = exp(mean of Delta over a sample's steps), one surrogate per sample."""
-    engine, groups = moved(0.02, name="gspo", clip_range=0.005, size=size)
-    losses: list[torch.Tensor] = []
-
-    def gspo(steps: list[Step]) -> list[torch.Tensor]:
-        for first, second in zip(steps[::2], steps[1::2], strict=True):
-            losses.append(surrogate((first.ratio * second.ratio).sqrt(), first.advantage, 0.005))
-        return losses
-
-    metrics = assert_trains(engine, groups, gspo)
-    assert metrics["loss"] == pytest.approx(torch.stack(losses).mean().item(), abs=1e-6)
+    engine, groups = world.moved(0.02, cfg=cfg, unconditional_gradient=through, size=3)
+    world.assert_trains(engine, groups, clipped)
 
 
 def test_the_step_is_the_optimizers_and_micro_batches_do_not_matter():
     results = []
     for size in (1, 3, 8, 100):
-        engine = started(make_config(**{"size": size, "optimizer": "sgd", "trainer.optimizer.weight_decay": 0.0}))
-        nudge(engine)
-        before, names = weights(engine), engine._model.trainable
-        metrics, gradient = trained(engine, group_of(engine))
+        engine = world.engine(**{"size": size, "optimizer": "sgd", "trainer.optimizer.weight_decay": 0.0})
+        world.nudge(engine)
+        before, names = world.weights(engine), engine._model.trainable
+        metrics, gradient = world.trained(engine, world.group_of(engine))
         step = torch.cat([1e-2 * gradient.get(name, torch.zeros_like(p)).flatten() for name, p in names.items()])
-        torch.testing.assert_close(weights(engine), before - step, rtol=0, atol=1e-7)
-        results.append((weights(engine), metrics))
+        torch.testing.assert_close(world.weights(engine), before - step, rtol=0, atol=1e-7)
+        results.append((world.weights(engine), metrics))
     for values, metrics in results[1:]:
         torch.testing.assert_close(values, results[0][0], rtol=0, atol=1e-6)
         assert metrics == pytest.approx(results[0][1], rel=1e-4, abs=1e-6)
 
 
 def test_scaling_gradients_is_scaling_advantages_and_comes_before_clipping():
-    config = make_config(**{"optimizer": "sgd", "trainer.optimizer.max_grad_norm": 0.05})
-    scaled, direct = started(config), started(config)
-    group = group_of(scaled)
-    metrics = step_on(scaled, group, grad_scale=2.5)
-    expected = step_on(direct, replace(group, advantages=[2.5 * a for a in group.advantages]))
-    torch.testing.assert_close(weights(scaled), weights(direct), rtol=0, atol=1e-7)
+    config = world.make_config(**{"optimizer": "sgd", "trainer.optimizer.max_grad_norm": 0.05})
+    scaled, direct = world.started(config), world.started(config)
+    group = world.group_of(scaled)
+    metrics = world.step_on(scaled, group, grad_scale=2.5)
+    expected = world.step_on(direct, replace(group, advantages=[2.5 * a for a in group.advantages]))
+    torch.testing.assert_close(world.weights(scaled), world.weights(direct), rtol=0, atol=1e-7)
     assert metrics["grad_norm"] > 0.05
     assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize("correction", [{"mode": "bypass"}, {"mode": "decoupled", "kappa_nats": 0.15}])
 def test_discarding_forgets_gradients_metrics_and_the_normaliser(correction):
-    (engine, groups), (fresh, _) = moved(correction=correction), moved(correction=correction)
+    (engine, groups), (fresh, _) = world.moved(correction=correction), world.moved(correction=correction)
     engine.accumulate(groups[1], 1.0)
     engine.discard()
-    assert step_on(engine, groups[0]) == step_on(fresh, groups[0])
-    assert torch.equal(weights(engine), weights(fresh))
+    assert world.step_on(engine, groups[0]) == world.step_on(fresh, groups[0])
+    assert torch.equal(world.weights(engine), world.weights(fresh))
 
 
 def test_on_policy_samples_have_ratio_one():
-    metrics = update(started(make_config(size=1)))
+    metrics = world.update(world.engine(size=1))
     assert metrics["log_ratio_nats/absmax"] < 1e-4
     assert metrics["kappa_nats"] < 1e-8
     assert metrics["ess"] == pytest.approx(1, abs=1e-6)
@@ -112,25 +77,25 @@ def test_on_policy_samples_have_ratio_one():
     assert others <= metrics.keys()
 
 
-@loras
+@world.loras
 def test_kl_to_the_reference_is_zero_at_the_start_and_grows(lora):
-    engine = started(make_config(kl_coef=0.1, lora=lora))
-    assert update(engine)["kl_ref"] < 1e-12  # attention kernels differ with and without gradient
-    assert update(engine)["kl_ref"] > 1e-6
+    engine = world.engine(kl_coef=0.1, lora=lora)
+    assert world.update(engine)["kl_ref"] < 1e-12  # attention kernels differ with and without gradient
+    assert world.update(engine)["kl_ref"] > 1e-6
 
 
 def test_non_finite_gradients_stop_the_run_and_leave_the_weights():
-    engine = started(make_config())
-    before = weights(engine)
-    engine.accumulate(group_of(engine), float("inf"))
+    engine = world.engine()
+    before = world.weights(engine)
+    engine.accumulate(world.group_of(engine), float("inf"))
     with pytest.raises(TrainingError, match=r"optimizer step 0: the gradient norm is (nan|inf)"):
         engine.step()
-    assert torch.equal(weights(engine), before)
+    assert torch.equal(world.weights(engine), before)
     engine.discard()
     with pytest.raises(TrainingError, match="no group was accumulated"):
         engine.step()
-    update(engine)
-    assert weights(engine).isfinite().all(), "nothing of it is left behind"
+    world.update(engine)
+    assert world.weights(engine).isfinite().all(), "nothing of it is left behind"
 
 
 @pytest.mark.parametrize(
@@ -147,28 +112,28 @@ def test_non_finite_gradients_stop_the_run_and_leave_the_weights():
     ],
 )
 def test_unusable_trajectories_are_refused_before_any_gradient(field, change, message):
-    engine = started(make_config())
-    group = group_of(engine)
+    engine = world.engine()
+    group = world.group_of(engine)
     value = group.trajectories[1].pop(field)
     if change is not None:
         group.trajectories[1][field] = change(value)
     with pytest.raises(ValueError, match=message):
         engine.accumulate(group, 1.0)
-    assert gradients(engine) == {}
+    assert world.gradients(engine) == {}
 
 
 def test_bfloat16_compute_keeps_float32_master_weights():
     for backend in ("plain", "fsdp2"):
-        engine = started(make_config(dtype="bfloat16", backend=backend, lr=1e-5))
-        assert 0 < update(engine)["log_ratio_nats/absmax"] < 2
+        engine = world.engine(dtype="bfloat16", backend=backend, lr=1e-5)
+        assert 0 < world.update(engine)["log_ratio_nats/absmax"] < 2
         assert {p.dtype for p in engine._model.trainable.values()} == {torch.float32}
-        assert {spec.dtype for spec in export(engine, 1)[0].tensors} == {"bfloat16"}
+        assert {spec.dtype for spec in world.export(engine, 1)[0].tensors} == {"bfloat16"}
 
 
 def test_gradient_checkpointing_needs_a_model_that_can():
-    config = make_config(checkpointing=True)
+    config = world.make_config(checkpointing=True)
     with pytest.raises(ValueError, match="TinyTransformer does not support it"):
-        started(config)
+        world.started(config)
 
     class Able(TinyPolicy):
         def load_components(self, dtype: torch.dtype) -> dict[str, nn.Module]:
@@ -177,7 +142,7 @@ def test_gradient_checkpointing_needs_a_model_that_can():
                 model.enable_gradient_checkpointing = partial(setattr, model, "enabled", True)
             return found
 
-    assert started(config, Able())._model.components["transformer"].enabled
+    assert world.started(config, Able())._model.components["transformer"].enabled
 
 
 @pytest.mark.parametrize(
@@ -193,13 +158,10 @@ def test_gradient_checkpointing_needs_a_model_that_can():
     ],
 )
 def test_an_objective_that_does_not_return_numbers_per_row_is_refused_by_name(compute, said):
-    engine = started(make_config())
+    engine = world.engine()
     engine._loss._compute = lambda inputs, algorithm: compute(inputs)
     with pytest.raises(TrainingError, match=r"objective flow_grpo \(omni_async\.[a-z_.]+:[a-z_]+\).*" + said):
-        update(engine)
-
-
-# ---- a share of a window's steps -------------------------------------------------------------------------------------
+        world.update(engine)
 
 
 @pytest.mark.parametrize(
@@ -226,42 +188,31 @@ def test_every_step_is_drawn_as_often_as_every_other():
 
 
 def fractional(size: int = 3, **changes: object) -> tuple[TrainEngine, GroupBatch, list[list[int]]]:
-    """Returns an engine that trains half of 4 steps, a group with a staleness of its own for every step, and the
-    positions that are trained."""
-    engine = started(make_config(fraction=0.5, size=size, **changes))
-    group = replace(group_of(engine, 0, range(4)), staleness=[[10 * i + k for k in range(4)] for i in range(4)])
-    nudge(engine)
+    """Returns an engine that trains half of 4 steps, a group, and the positions that are trained."""
+    engine = world.engine(fraction=0.5, size=size, **changes)
+    group = replace(world.group_of(engine, 0, range(4)), staleness=[[10 * i + k for k in range(4)] for i in range(4)])
+    world.nudge(engine)
     chosen = [trained_steps(seed, 4, 0.5) for seed in group.seeds]
     assert len(set(map(tuple, chosen))) > 1
     return engine, group, chosen
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_rows_are_the_chosen_steps_of_every_sample(size):
+def test_gradient_weights_and_drift_are_of_the_chosen_rows_in_order(size):
     engine, group, chosen = fractional(size)
-    batches = [rows for rows, _ in engine._loss.batches(group)]
-    expected = [(i, k) for i in range(4) for k in chosen[i]]
-    assert [step for rows in batches for step in rows.steps] == [k for _, k in expected]
-    assert [row_id for rows in batches for row_id in rows.row_ids] == [(i, n) for i in range(4) for n in (0, 1)]
-    assert torch.cat([rows.staleness for rows in batches]).tolist() == [10 * i + k for i, k in expected]
-    for name, shift in (("latents", 0), ("next_latents", 1)):
-        found = torch.cat([getattr(rows, name) for rows in batches])
-        assert torch.equal(found, torch.stack([group.trajectories[i]["latents"][k + shift] for i, k in expected]))
+    world.assert_trains(engine, [group], clipped, chosen)
 
-
-def test_gradient_weights_and_drift_are_of_the_chosen_rows_in_order():
-    engine, group, chosen = fractional()
-    assert_trains(engine, [group], clipped, chosen)
-
-    engine, group, chosen = fractional(correction={"mode": "decoupled"})
-    steps = list(steps_of(model_of(engine), engine.config, group, chosen))
+    engine, group, chosen = fractional(size, correction={"mode": "decoupled"})
+    steps = list(world.steps_of(world.model_of(engine), engine.config, group, chosen))
+    ages = [row for rows, _ in engine._loss.batches(group) for row in rows.staleness.tolist()]
+    assert ages == [10 * s.sample + s.position for s in steps]
     drifts = engine.recompute_proximal(group)
     assert [x for d in drifts for x in d.log_ratio] == pytest.approx([s.nats for s in steps], abs=2e-5)
     expected = torch.stack([s.log_prob for s in steps]).detach().reshape(4, 2)
-    torch.testing.assert_close(log_probs(engine, group).double(), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(world.log_probs(engine, group).double(), expected, rtol=0, atol=1e-6)
     given = [[0.5, 1.5], [0.0, 2.0], [1.0, 0.25], [0.75, 3.0]]
 
-    def weighted(steps: list[Step]) -> list[torch.Tensor]:
+    def weighted(steps: list[world.Step]) -> list[torch.Tensor]:
         return [-w * s.advantage * s.log_prob for w, s in zip(torch.tensor(given).flatten(), steps, strict=True)]
 
-    assert_trains(engine, [replace(group, weights=given)], weighted, chosen)
+    world.assert_trains(engine, [replace(group, weights=given)], weighted, chosen)

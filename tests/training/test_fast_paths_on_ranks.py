@@ -12,18 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from omni_async.config.schema import Config
 from omni_async.training.engine import TrainEngine
 from tests.support.fakes import share
-from tests.training.training_world import (
-    LORA,
-    assert_close,
-    export,
-    group_of,
-    load,
-    make_config,
-    on_ranks,
-    save,
-    started,
-    trainable,
-)
+from tests.training import training_world as world
 
 GUIDED = {"cfg": 2.0, "size": 2, "group_size": 3}
 FULL = {**GUIDED, "kl_coef": 0.1, "dtype": "bfloat16"}
@@ -32,9 +21,9 @@ CLIPPED = {**GUIDED, "lr": 1e-3, "trainer.optimizer.max_grad_norm": 0.01}
 JOBS: dict[str, dict[str, Any]] = {
     "full": FULL,
     "full, gathered once": {**FULL, "trainer.gather": "step"},
-    "lora": {**GUIDED, "lora": LORA},
-    "lora, gathered once": {**GUIDED, "lora": LORA, "trainer.gather": "step"},
-    "lora, whole": {**GUIDED, "lora": LORA, "trainer.shard": 1},
+    "lora": {**GUIDED, "lora": world.LORA},
+    "lora, gathered once": {**GUIDED, "lora": world.LORA, "trainer.gather": "step"},
+    "lora, whole": {**GUIDED, "lora": world.LORA, "trainer.shard": 1},
     "shared": {**SHARED, "trainer.groups_per_micro_batch": 2},
     "clipped": CLIPPED,
     "clipped, fused": {**CLIPPED, "trainer.optimizer.fused": True},
@@ -61,7 +50,7 @@ def update(engine: TrainEngine, number: int) -> tuple[dict[str, float], int]:
     """Makes an update of two groups; returns its metrics, and how often weights were gathered for its gradients."""
     with Collectives() as collectives:
         for i, seed in enumerate((2 * number, 2 * number + 1)):
-            engine.accumulate(share(group_of(engine, seed), engine.layout, start=3 * i), 1 / 12)
+            engine.accumulate(share(world.group_of(engine, seed), engine.layout, start=3 * i), 1 / 12)
         engine._accumulate_waiting()
     return engine.step(), collectives.gathers
 
@@ -70,26 +59,26 @@ def run(engine: TrainEngine, folder: Path) -> dict[str, Any]:
     """Makes two updates; with a fused optimizer the second one again from a checkpoint, too."""
     first, fused = update(engine, 0), engine.config.trainer.optimizer.fused
     if fused:
-        save(engine, folder)
-    found = {"updates": [first, update(engine, 1)], "weights": trainable(engine)}
+        world.save(engine, folder)
+    found = {"updates": [first, update(engine, 1)], "weights": world.trainable(engine)}
     if fused:
-        load(engine, folder)
+        world.load(engine, folder)
         update(engine, 1)
-        assert_close(trainable(engine), found["weights"])
-    return {**found, "exports": export(engine, 2) is not None}
+        world.assert_close(world.trainable(engine), found["weights"])
+    return {**found, "exports": world.export(engine, 2) is not None}
 
 
 def run_all(rank: int, folder: Path, configs: dict[str, Config]) -> dict[str, Any]:
-    return {name: run(started(config, rank=rank), folder / name) for name, config in configs.items()}
+    return {name: run(world.started(config, rank=rank), folder / name) for name, config in configs.items()}
 
 
 @pytest.mark.thorough
 def test_two_ranks_exchange_less_and_train_the_same(tmp_path):
-    configs = {name: make_config(workers=2, **changes) for name, changes in JOBS.items()}
-    found = on_ranks(2, run_all, tmp_path, configs)
+    configs = {name: world.make_config(workers=2, **changes) for name, changes in JOBS.items()}
+    found = world.on_ranks(2, run_all, tmp_path, configs)
     ranks = {name: [results[name] for results in found] for name in JOBS}
     for name, (rank, other) in ranks.items():
-        assert_close(other["weights"], rank["weights"])
+        world.assert_close(other["weights"], rank["weights"])
         assert (rank["exports"], other["exports"]) == (True, False), name
 
     def gathers(name: str) -> list[int]:
@@ -108,12 +97,12 @@ def test_two_ranks_exchange_less_and_train_the_same(tmp_path):
     }
     for name in ("full", "lora"):
         assert metrics(f"{name}, gathered once") == metrics(name)
-        assert_close(ranks[f"{name}, gathered once"][0]["weights"], ranks[name][0]["weights"])
+        world.assert_close(ranks[f"{name}, gathered once"][0]["weights"], ranks[name][0]["weights"])
     for other, same in (("lora, whole", "lora"), ("clipped, fused", "clipped")):
         for its, expected in zip(metrics(other), metrics(same), strict=True):
             assert its == pytest.approx(expected, rel=1e-5, abs=1e-7)
-        assert_close(ranks[other][0]["weights"], ranks[same][0]["weights"], atol=2e-6)
-    apart = run(started(make_config(**SHARED)), tmp_path / "alone")
+        world.assert_close(ranks[other][0]["weights"], ranks[same][0]["weights"], atol=2e-6)
+    apart = run(world.started(world.make_config(**SHARED)), tmp_path / "alone")
     for its, (expected, _) in zip(metrics("shared"), apart["updates"], strict=True):
         assert its == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    assert_close(ranks["shared"][0]["weights"], apart["weights"], atol=1e-6)
+    world.assert_close(ranks["shared"][0]["weights"], apart["weights"], atol=1e-6)

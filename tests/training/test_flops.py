@@ -58,14 +58,6 @@ def test_a_trained_pass_counts_its_backward_and_one_without_gradient_only_itself
 
 
 @torch.no_grad()
-def test_every_shape_is_counted_by_itself() -> None:
-    stack, meter = metered()
-    for tokens in (10, 11, 10):
-        stack(torch.randn(3, tokens, WIDTH))
-        assert meter.take() == 2 * by_hand(3, tokens)
-
-
-@torch.no_grad()
 def test_a_shape_whose_first_pass_failed_is_counted_by_its_next() -> None:
     stack, meter = metered()
     failing = stack[1].register_forward_pre_hook(lambda module, args: 1 / 0)
@@ -111,9 +103,6 @@ def test_layers_that_are_compiled_still_are_after_their_operations_were_counted(
     assert compiled
 
 
-# ---- what the engine reports -----------------------------------------------------------------------------------------
-
-
 def counted(config: Any) -> tuple[float, int]:
     """Returns the operations of an update, and what torch counts of its forward and backward passes."""
     engine = started(config)
@@ -149,65 +138,26 @@ def test_operations_are_those_since_the_last_step() -> None:
     assert engine.operations()["flops/sum"] == 0
 
 
-def test_a_tiny_family_is_counted_as_by_hand() -> None:
-    """Counts Qwen-Image's denoiser, with text and image tokens, by its linear layers and the shape of its attention."""
-    from diffusers import QwenImageTransformer2DModel
-
-    heads, width, text, image = 4, 16, 7, 16
-    model = QwenImageTransformer2DModel(
-        patch_size=2,
-        in_channels=16,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=width,
-        num_attention_heads=heads,
-        joint_attention_dim=24,
-        axes_dims_rope=(4, 6, 6),
-    ).eval()
-    meter = FlopMeter({"transformer": model}, backward=2)
-    linear: list[int] = []
-
-    def count(layer: nn.Linear, args: tuple[Tensor], output: Tensor) -> None:
-        linear.append(2 * args[0].numel() * layer.out_features)
-
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_hook(count)
-    with torch.no_grad():
-        model(
-            hidden_states=torch.randn(1, image, 16),
-            encoder_hidden_states=torch.randn(1, text, 24),
-            encoder_hidden_states_mask=torch.ones(1, text, dtype=torch.bool),
-            timestep=torch.tensor([0.5]),
-            img_shapes=[[(1, 4, 4)]],
-        )
-    attention = 2 * (4 * (text + image) ** 2 * heads * width)
-    assert meter.take() == sum(linear) + attention
-
-
 @pytest.mark.parametrize(
-    ("name", "dtype", "peak"),
+    ("name", "peak"),
     [
-        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4),
-        ("NVIDIA H100 PCIe", torch.bfloat16, 756.0),
-        ("NVIDIA GH200 480GB", torch.bfloat16, 989.4),
-        ("NVIDIA H200", torch.bfloat16, 989.4),
-        ("NVIDIA H200 NVL", torch.bfloat16, 835.5),
-        ("NVIDIA B200", torch.bfloat16, 2250.0),
-        ("NVIDIA GB200", torch.bfloat16, 2500.0),
-        ("NVIDIA L40S", torch.bfloat16, 362.1),
-        ("NVIDIA L40", torch.bfloat16, 181.0),
-        ("NVIDIA L4", torch.bfloat16, 121.0),
-        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 311.9),
-        ("NVIDIA H100 80GB HBM3", torch.float32, None),
-        ("NVIDIA Something New", torch.bfloat16, None),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA L40S", 362.1),
+        ("NVIDIA L40", 181.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA A100-SXM4-80GB", 311.9),
+        ("NVIDIA Something New", None),
     ],
 )
-def test_a_peak_is_that_of_a_known_device(
-    name: str, dtype: torch.dtype, peak: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peak_is_that_of_a_known_device(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert peak_tflops(torch.device("cuda", 0), dtype) == peak
+    assert peak_tflops(torch.device("cuda", 0), torch.bfloat16) == peak
+    assert peak_tflops(torch.device("cuda", 0), torch.float32) is None
 
 
 def test_a_cpu_has_no_peak_unless_the_recipe_says_one() -> None:

@@ -1,10 +1,8 @@
-"""Tests forward-process objectives in the engine: noise that depends on a sample's seed alone, other policies'
-velocities, whole samples and pairs, groups of several specs, and gradients equal to the definitions'."""
+"""Tests objectives of final latents in the engine: draws, whole samples, pairs and gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,65 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from omni_async.algorithms.objectives.base import ForwardInputs, ObjectiveOutput
+from omni_async.algorithms.registry import find_objective
 from omni_async.config.schema import Config
 from omni_async.training import TrainingError
 from omni_async.training.engine import TrainEngine
 from omni_async.training.forward_loss import make_draws
 from omni_async.training.groups import GroupBatch
 from tests.support.fakes import TinyPolicy, load_model, tiny_group
-from tests.training.training_world import (
-    assert_gradients,
-    auxiliary_of,
-    gradients,
-    gradients_of,
-    group_of,
-    guided,
-    make_config,
-    model_of,
-    moved,
-    nudge,
-    started,
-    step_on,
-    steps_of,
-    surrogate,
-    trained,
-)
+from tests.training import training_world as world
 
 SCHEDULE = [1.0, 0.8, 0.6, 0.4, 0.2]
-
-
-@dataclass(frozen=True)
-class Draw:
-    """One noise draw of one sample: the point, and the velocity of the model in training there (with gradient)."""
-
-    sample: int
-    point: Tensor
-    final: Tensor
-    noise: Tensor
-    sigma: Tensor
-    velocity: Tensor
-    advantage: float
-
-    @property
-    def error(self) -> Tensor:
-        return self.error_of(self.velocity)
-
-    def error_of(self, velocity: Tensor) -> Tensor:
-        return (velocity - (self.noise - self.final)).square().mean()
-
-
-def draws_of(model: nn.Module, config: Config, *groups: GroupBatch) -> list[Draw]:
-    """Returns every draw of every sample, sample-major, float64."""
-    a, found = config.algorithm, []
-    for group in groups:
-        for i, (t, seed) in enumerate(zip(group.trajectories, group.seeds, strict=True)):
-            drawn = make_draws(seed, tuple(t["final"].shape), t["sigmas"], a.forward, a.timestep_fraction)
-            final = t["final"].double()
-            for sigma, noise in zip(drawn.sigmas.double(), drawn.noises.double(), strict=True):
-                point = (1 - sigma) * final + sigma * noise
-                velocity = guided(model, config, t, point, sigma)
-                found.append(Draw(i, point, final, noise, sigma, velocity, group.advantages[i]))
-    return found
 
 
 def loaded() -> nn.Module:
@@ -79,19 +29,32 @@ def loaded() -> nn.Module:
 
 def at_end(name: str, **changes: Any) -> tuple[TrainEngine, list[GroupBatch]]:
     """Returns an engine of an objective of final latents, away from the weights that were loaded, and two groups."""
-    return moved(**{"sde": None, "clip_range": None, "cfg": 2.0, "name": name, **changes})
+    return world.moved(**{"sde": None, "clip_range": None, "cfg": 2.0, "name": name, **changes})
 
 
-def plain(
-    engine: TrainEngine, groups: list[GroupBatch], other: nn.Module, loss: Callable[[Draw, Tensor], Tensor]
-) -> dict[str, Tensor]:
-    """Returns the gradient of the mean over all draws of `loss(draw, velocity of the other model there)`."""
-    model = model_of(engine)
-    pairs = zip(draws_of(model, engine.config, *groups), draws_of(other, engine.config, *groups), strict=True)
-    return gradients_of([loss(draw, there.velocity.detach()) for draw, there in pairs], model)
-
-
-# ---- draws -----------------------------------------------------------------------------------------------------------
+def computed(
+    config: Config, group: GroupBatch, model: nn.Module, progress: float = 0.0, **others: nn.Module
+) -> ObjectiveOutput:
+    """Computes the objective of all draws in float64; `others` are models of further policies, else the loaded one."""
+    a, rows = config.algorithm, list[dict[str, Tensor]]()
+    objective = find_objective(a.name)
+    models = {name: others.get(name, loaded()) for name in objective.auxiliary(a)}
+    for t, seed, advantage in zip(group.trajectories, group.seeds, group.advantages, strict=True):
+        drawn = make_draws(seed, tuple(t["final"].shape), t["sigmas"], a.forward, a.timestep_fraction)
+        final = t["final"].double()
+        for sigma, noise in zip(drawn.sigmas.double(), drawn.noises.double(), strict=True):
+            point = (1 - sigma) * final + sigma * noise
+            row = {"final": final, "noise": noise, "sigma": sigma, "advantage": torch.tensor(advantage).double()}
+            row["velocity"] = world.guided(model, config, t, point, sigma)
+            for name, other in models.items():
+                field = f"{name.replace('erence', '')}_velocity"
+                row[field] = world.guided(other, config, t, point, sigma).detach()
+            rows.append(row)
+    draws = len(drawn.sigmas)
+    if objective.kind == "preference":
+        rows = [row for pair in zip(rows[:draws], rows[draws:], strict=True) for row in pair]
+    stacked = {field: torch.stack([row[field] for row in rows]) for field in rows[0]}
+    return objective.load()(ForwardInputs(**stacked, draws=draws, progress=progress), a)
 
 
 def rows_of(engine: TrainEngine, group: GroupBatch) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -126,134 +89,67 @@ def test_micro_batches_hold_whole_samples_where_the_objective_wants_them(name, s
     assert [len(rows.sigma) for rows, _ in engine._loss.batches(groups[0])] == sizes
 
 
-@pytest.mark.parametrize(("size", "cuts"), [(1, [2] * 5), (5, [4, 4, 2]), (100, [10])])
-def test_a_pair_shares_noise_and_sigma_in_alternating_rows(size, cuts):
-    engine, groups = at_end("diffusion_dpo", size=size)
-    assert [len(rows.sigma) for rows, _ in engine._loss.batches(groups[0])] == cuts
-    rows = rows_of(engine, groups[0])
-    assert sorted(round(sigma.item(), 6) for _, _, sigma in rows[::2]) == sorted(SCHEDULE)
-    for pair in zip(rows[::2], rows[1::2], strict=True):
-        for (final, noise, sigma), sample in zip(pair, groups[0].trajectories, strict=True):
-            assert torch.equal(final, sample["final"])
-            assert torch.equal(noise, pair[0][1]) and torch.equal(sigma, pair[0][2])
-
-
 def test_unusable_groups_are_refused_before_any_gradient():
     engine, _ = at_end("diffusion_dpo")
     with pytest.raises(ValueError, match="diffusion_dpo trains on pairs, got 4 samples"):
         engine.accumulate(tiny_group(TinyPolicy(), engine.config), 1.0)
-    assert gradients(engine) == {}
+    assert world.gradients(engine) == {}
     engine, groups = at_end("diffusion_nft")
     del groups[0].trajectories[3]["final"]
     with pytest.raises(ValueError, match=r"trajectory 3 of 4: the fields \['final'\] are missing"):
         engine.accumulate(groups[0], 1.0)
-    assert gradients(engine) == {}
+    assert world.gradients(engine) == {}
 
 
 def test_samples_that_no_policy_made_are_fresh_and_the_oldest_step_counts():
     engine, groups = at_end("diffusion_nft")
-    metrics = step_on(engine, replace(groups[0], staleness=[[], [2, 1, 1, 1, 0], [0] * 5, []]))
+    metrics = world.step_on(engine, replace(groups[0], staleness=[[], [2, 1, 1, 1, 0], [0] * 5, []]))
     assert (metrics["row_staleness/mean"], metrics["row_staleness/max"]) == (0.5, 2)
     with pytest.raises(TrainingError, match="diffusion_nft has no ratio to the policy that made a sample"):
         engine.recompute_proximal(groups[0])
 
 
-# ---- gradients -------------------------------------------------------------------------------------------------------
+AWM = {"kl_coef": 0.2, "fraction": 0.6, "ema": {"every": 1}, "size": 5}
+AWM_CLIP = {"ema_coef": 0.7, "clip_range": 0.02}
+DPO = {"dpo": {"beta": 20.0}, "forward": {"draws": 4}}
 
 
-@pytest.mark.parametrize("beta", [1.0, 0.3])
-@pytest.mark.parametrize("kl_coef", [0.0, 0.5])
-def test_diffusion_nft_is_its_definition(beta, kl_coef):
-    engine, groups = at_end("diffusion_nft", nft={"beta": beta}, kl_coef=kl_coef, fraction=0.6, size=5)
-
-    def loss(d: Draw, start: Tensor) -> Tensor:
-        """The old policy and the reference are alike."""
-        r = min(max(min(max(d.advantage, -5.0), 5.0) / 10 + 0.5, 0.0), 1.0)
-        total = kl_coef * (d.velocity - start).square().mean()
-        for share, sign in ((r, 1), (1 - r, -1)):
-            off = d.point - d.sigma * (start + sign * beta * (d.velocity - start)) - d.final
-            total = total + 5.0 * share * off.square().mean() / max(off.detach().abs().mean().item(), 1e-5) / beta
-        return total
-
-    expected = plain(engine, groups, loaded(), loss)
-    metrics, got = trained(engine, *groups)
-    assert_gradients(got, expected, atol=2e-6)
-    assert metrics["old_deviation"] > 1e-4
-    assert ("kl_ref" in metrics) == (kl_coef > 0)
-
-
-@pytest.mark.parametrize("ratio", ["exp_first", "sum_first"])
-@pytest.mark.parametrize("off_policy", [False, True])
-def test_awm_is_its_definition(ratio, off_policy):
-    awm = {"ratio": ratio, "off_policy": off_policy, "ema_coef": 0.7, "clip_range": 0.02}
-    engine, groups = at_end("awm", awm=awm, kl_coef=0.2, fraction=0.6, ema={"every": 1}, size=5)
-
-    def p(d: Draw, velocity: Tensor) -> Tensor:
-        return -((d.error_of(velocity) + 1e-10) ** 0.25 - 1e-10**0.25) * d.sigma / 0.25
-
-    model, losses, clipped = model_of(engine), [], 0
-    draws = draws_of(model, engine.config, *groups)
-    # The old policy, the reference and the average are alike.
-    start = [d.velocity.detach() for d in draws_of(loaded(), engine.config, *groups)]
-    ratios = [
-        p(d, d.velocity) - p(d, v if off_policy else d.velocity).detach() for d, v in zip(draws, start, strict=True)
-    ]
-    if ratio == "sum_first":
-        ratios = [torch.stack(ratios[i - i % 3 : i - i % 3 + 3]).mean() for i in range(len(draws))]
-    for d, v, log_ratio in zip(draws, start, ratios, strict=True):
-        advantage = min(max(d.advantage, -5.0), 5.0) / 5
-        clipped += bool((log_ratio.exp() - 1).abs() > 0.02)
-        losses.append(surrogate(log_ratio.exp(), advantage, 0.02) + 0.9 * (d.velocity - v).square().mean())
-    metrics, got = trained(engine, *groups)
-    assert_gradients(got, gradients_of(losses, model), atol=1e-6)
-    assert metrics["clip_fraction"] == clipped / 24
-    assert (0 < clipped < 24) == off_policy
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("diffusion_nft", {"nft": {"beta": 0.3}, "kl_coef": 0.5, "fraction": 0.6, "size": 5}),
+        ("awm", {**AWM, "awm": {**AWM_CLIP, "ratio": "exp_first", "off_policy": True}}),
+        ("awm", {**AWM, "awm": {**AWM_CLIP, "ratio": "sum_first", "off_policy": True}}),
+        ("awm", {**AWM, "awm": AWM_CLIP}),
+        ("diffusion_dpo", {**DPO, "size": 1}),
+        ("diffusion_dpo", {**DPO, "size": 5}),
+    ],
+)
+def test_gradients_and_metrics_are_those_of_the_objective(name, changes):
+    engine, groups = at_end(name, **changes)
+    model = world.model_of(engine)
+    outputs = [computed(engine.config, group, model) for group in groups]
+    loss = torch.cat([output.loss for output in outputs]).mean()
+    metrics, got = world.trained(engine, *groups)
+    world.assert_gradients(got, world.gradients_of(loss, model), atol=2e-6)
+    expected = {key: torch.cat([output.metrics[key] for output in outputs]).mean().item() for key in outputs[0].metrics}
+    assert {key: metrics[key] for key in expected} == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
 
 
 def test_the_pull_to_the_average_changes_over_the_run():
     changes = {"awm": {"ema_coef": 1.0, "ema_coef_end": 0.3}, "ema": {"every": 1}, "trainer.updates": 2}
     engine, groups = at_end("awm", **changes, steps_per_update=2)
-    for coef in (1.0, 1.0, 0.65, 0.65, 0.3):
-
-        def loss(d: Draw, average: Tensor, coef: float = coef) -> Tensor:
-            log = -((d.error + 1e-10) ** 0.25) * d.sigma / 0.25
-            return -d.advantage / 5 * log + coef * (d.velocity - average).square().mean()
-
-        average = loaded()
-        average.load_state_dict(auxiliary_of(engine, "ema"))
-        expected = plain(engine, groups, average, loss)
-        assert_gradients(trained(engine, *groups)[1], expected, atol=1e-6)
-
-
-def dpo(model: nn.Module, config: Config, groups: list[GroupBatch]) -> tuple[list[Tensor], list[float]]:
-    """Computes losses and margins of the four draws of each pair, beta / 2 = 10."""
-    losses, margins = [], []
-    for group in groups:
-        draws, reference = draws_of(model, config, group), draws_of(loaded(), config, group)
-        off = [d.error - r.error.item() for d, r in zip(draws, reference, strict=True)]
-        for winner, loser in zip(off[:4], off[4:], strict=True):
-            margins.append(-10 * (winner - loser).item())
-            losses.append(torch.log1p(torch.exp(10 * (winner - loser))))
-    return losses, margins
-
-
-@pytest.mark.parametrize("size", [1, 5, 100])
-def test_diffusion_dpo_is_its_definition(size):
-    engine, groups = at_end("diffusion_dpo", dpo={"beta": 20.0}, forward={"draws": 4}, size=size)
-    model = model_of(engine)
-    losses, margins = dpo(model, engine.config, groups)
-    metrics, got = trained(engine, *groups)
-    assert_gradients(got, gradients_of(losses, model), atol=2e-6)
-    assert metrics["loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
-    assert metrics["margin"] == pytest.approx(sum(margins) / 8, rel=1e-4)
-    assert metrics["accuracy"] == sum(m > 0 for m in margins) / 8
+    for progress in (0.0, 0.0, 0.5, 0.5, 1.0):
+        average, model = loaded(), world.model_of(engine)
+        average.load_state_dict(world.auxiliary_of(engine, "ema"))
+        losses = torch.cat([computed(engine.config, group, model, progress, ema=average).loss for group in groups])
+        world.assert_gradients(world.trained(engine, *groups)[1], world.gradients_of(losses.mean(), model), atol=1e-6)
 
 
 def test_under_lora_the_reference_is_the_model_without_adapters():
-    """Applies the chain rule of W + s B A: dL/dA = s B^T G, dL/dB = s G A^T, with G the gradient of the merged
-    weight."""
-    lora = {"rank": 2, "alpha": 4.0}
-    engine, groups = at_end("diffusion_dpo", dpo={"beta": 20.0}, forward={"draws": 4}, lora=lora)
+    """Applies the chain rule of W + s B A to G, the gradient of the merged weight: s B^T G and s G A^T."""
+    engine, groups = at_end("diffusion_dpo", **DPO, lora=world.LORA)
     adapters = {name: p.detach().double() for name, p in engine._model.trainable.items()}
     layers = [name.removesuffix(".lora_A.weight") for name in adapters if "lora_A" in name]
     halves = {layer: [adapters[f"{layer}.lora_{half}.weight"] for half in "AB"] for layer in layers}
@@ -261,17 +157,15 @@ def test_under_lora_the_reference_is_the_model_without_adapters():
     with torch.no_grad():
         for layer, (down, up) in halves.items():
             model.get_parameter(f"{layer}.weight").add_(2.0 * up @ down)
-    whole = gradients_of(dpo(model, engine.config, groups)[0], model)
+    losses = torch.cat([computed(engine.config, group, model).loss for group in groups])
+    whole = world.gradients_of(losses.mean(), model)
     expected = {}
     for layer, (down, up) in halves.items():
         expected[f"{layer}.lora_A.weight"] = 2.0 * up.T @ whole[f"{layer}.weight"]
         expected[f"{layer}.lora_B.weight"] = 2.0 * whole[f"{layer}.weight"] @ down.T
-    metrics, got = trained(engine, *groups)
-    assert_gradients(got, expected, atol=2e-6)
+    metrics, got = world.trained(engine, *groups)
+    world.assert_gradients(got, expected, atol=2e-6)
     assert abs(metrics["margin"]) > 1e-4
-
-
-# ---- groups of several specs -----------------------------------------------------------------------------------------
 
 
 BUCKETS = [
@@ -282,32 +176,32 @@ BUCKETS = [
 
 
 def clipped(model: nn.Module, config: Config, group: GroupBatch) -> list[Tensor]:
-    return [surrogate(s.ratio, s.advantage) for s in steps_of(model, config, group)]
+    return [world.surrogate(s.ratio, s.advantage) for s in world.steps_of(model, config, group)]
 
 
-def uniform_awm(model: nn.Module, config: Config, group: GroupBatch) -> list[Tensor]:
-    return [d.advantage * d.error for d in draws_of(model, config, group)]
+def of_draws(model: nn.Module, config: Config, group: GroupBatch) -> list[Tensor]:
+    return list(computed(config, group, model).loss)
 
 
-ODE = {"sde": None, "clip_range": None, "name": "awm", "awm": {"weighting": "uniform", "advantage_max": None}}
+ODE = {"sde": None, "clip_range": None, "name": "awm"}
 
 
-@pytest.mark.parametrize(("changes", "losses"), [({"size": 3}, clipped), (ODE, uniform_awm)])
+@pytest.mark.parametrize(("changes", "losses"), [({"size": 3}, clipped), (ODE, of_draws)])
 def test_groups_of_all_buckets_have_the_gradient_of_the_mean_loss(changes, losses):
-    engine = started(make_config(buckets=BUCKETS, **changes))
+    engine = world.engine(buckets=BUCKETS, **changes)
     rollout, groups, rows = engine.config.rollout, [], []
-    nudge(engine)
-    model = model_of(engine)
+    world.nudge(engine)
+    model = world.model_of(engine)
     for seed, spec in enumerate(rollout.specs):
         alone = msgspec.structs.replace(rollout, sampling=spec, buckets=())
         config = msgspec.structs.replace(engine.config, rollout=alone)  # of a run that draws this bucket alone
         groups.append(tiny_group(TinyPolicy(), config, seed))
         rows += losses(model, config, groups[-1])
     assert len({group.trajectories[0]["final"].shape for group in groups}) == 3
-    assert_gradients(trained(engine, *groups)[1], gradients_of(rows, model))
+    world.assert_gradients(world.trained(engine, *groups)[1], world.gradients_of(rows, model))
 
 
 def test_a_spec_that_the_recipe_does_not_have_is_refused():
-    engine = started(make_config(buckets=BUCKETS[1:]))
+    engine = world.engine(buckets=BUCKETS[1:])
     with pytest.raises(ValueError, match="not one of the recipe's"):
-        engine.accumulate(group_of(engine), 1.0)
+        engine.accumulate(world.group_of(engine), 1.0)

@@ -1,5 +1,4 @@
-"""Tests that a log-ratio in nats survives where samples are large: D latent elements multiply every rounding of a mean
-log-prob. A sample of Wan2.2's size is drawn, stored, written to a checkpoint, read and trained on."""
+"""Tests that a log-ratio in nats survives D latent elements, for a sample of Wan2.2's size on its whole way."""
 
 from __future__ import annotations
 
@@ -13,9 +12,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from omni_async.algorithms.correction import Drift, correct, effective_sample_size, interpolated_log_prob
+from omni_async.algorithms.correction import effective_sample_size, interpolated_log_prob
 from omni_async.checkpoint.trajectories import read_group, write_group
-from omni_async.config.algorithm import Correction
 from omni_async.rollout.stepping import InFlight, take_steps
 from omni_async.runtime.on_ray.store import _to_arrays, _to_tensors
 from omni_async.training.engine import TrainEngine
@@ -61,8 +59,7 @@ class LargePolicy(TinyPolicy):
 
 
 def drawn(kind: str, folder: Path, seeds: tuple[int, ...] = (0,)) -> list[TensorDict]:
-    """Draws samples in one batch, by the unshifted policy, and carries them to the trainer: through the store of Ray
-    and through a checkpoint."""
+    """Draws samples by the unshifted policy, and carries them through the store of Ray and a checkpoint."""
     sigmas = LargePolicy().sigmas(STEPS, None)
     samples = []
     for seed in seeds:
@@ -119,36 +116,21 @@ def group_of(engine: TrainEngine, samples: list[TensorDict], staleness: int = 1)
 
 
 @kinds
-def test_a_log_ratio_reaches_the_loss_and_its_metrics(kind: str, tmp_path: Path) -> None:
+def test_a_log_ratio_reaches_every_loss_and_its_metrics(kind: str, tmp_path: Path) -> None:
     samples = drawn(kind, tmp_path)
     shift = away(kind, samples[0], L)
+    scale = samples[0]["sigmas"][STEP + 1].item() * math.sin(NOISE["cps"] * math.pi / 2)
     for bound, clipped in ((L - 2e-3, 1.0), (L + 2e-3, 0.0)):
         engine = engine_at(shift, kind, **{"algorithm.clip_range_nats": bound})
         metrics = step_on(engine, group_of(engine, samples))
         assert metrics["log_ratio_nats/mean"] == pytest.approx(L, abs=1e-3)
         assert (metrics["clipped_high"], metrics["clipped_low"]) == (clipped, 0.0)
         assert (metrics["grad_norm"] == 0.0) == bool(clipped), "a row that is clipped has no gradient"
-        per_log_prob = 1.0 if kind != "cps" else 1 / (2 * scale_of_cps(samples[0]) ** 2)
+        per_log_prob = 1.0 if kind != "cps" else 1 / (2 * scale**2)
         assert D * per_log_prob * metrics["ratio_deviation"] == pytest.approx(L, abs=1e-3)
-
-
-def scale_of_cps(sample: TensorDict) -> float:
-    return sample["sigmas"][STEP + 1].item() * math.sin(NOISE["cps"] * math.pi / 2)
-
-
-@kinds
-@pytest.mark.parametrize("objective", ["flow_grpo", "dance_grpo", "mix_grpo", "gspo"])
-def test_every_objective_clips_it_in_nats(kind: str, objective: str, tmp_path: Path) -> None:
-    samples = drawn(kind, tmp_path)
-    shift = away(kind, samples[0], L)
-    changes = {"name": objective, "algorithm.clip_range_nats": L - 2e-3}
-    engine = engine_at(shift, kind, **changes)
-    assert step_on(engine, group_of(engine, samples))["clipped_high"] == 1.0
-
-
-@kinds
-def test_a_fresh_sample_has_no_mismatch_and_a_moved_one_has_its_own(kind: str, tmp_path: Path) -> None:
-    samples = drawn(kind, tmp_path)
+    for objective in ("dance_grpo", "mix_grpo", "gspo"):
+        engine = engine_at(shift, kind, name=objective, **{"algorithm.clip_range_nats": L - 2e-3})
+        assert step_on(engine, group_of(engine, samples))["clipped_high"] == 1.0
     for nats in (0.0, L):
         engine = engine_at(away(kind, samples[0], nats), kind)
         metrics = step_on(engine, group_of(engine, samples, staleness=0))
@@ -156,7 +138,7 @@ def test_a_fresh_sample_has_no_mismatch_and_a_moved_one_has_its_own(kind: str, t
 
 
 @kinds
-def test_corrections_see_it(kind: str, tmp_path: Path) -> None:
+def test_corrections_and_the_interpolated_policy_see_it(kind: str, tmp_path: Path) -> None:
     samples = drawn(kind, tmp_path, (0, 1))
     engine = engine_at(
         away(kind, samples[0], L), kind, correction={"mode": "decoupled", "weights": "importance", "cap": None}
@@ -169,35 +151,9 @@ def test_corrections_see_it(kind: str, tmp_path: Path) -> None:
     metrics = step_on(engine, group)
     assert metrics["weight/mean"] == pytest.approx((math.exp(first) + math.exp(second)) / 2, rel=1e-9)
     assert metrics["ess"] == pytest.approx(effective_sample_size(found[:, 0]).item(), rel=1e-9)
-
-    def kept(**settings: Any) -> bool:
-        only = Drift(found[:1])
-        return bool(correct(only, Correction(mode="decoupled", **settings), D).kept.item())
-
-    off = 2e-3
-    assert kept(k1=(0.5, math.exp(L + off))) and not kept(k1=(0.5, math.exp(L - off)))
-    assert kept(k2=(L + off) ** 2 / 2) and not kept(k2=(L - off) ** 2 / 2)
-    assert kept(k3=math.expm1(L + off) - L - off) and not kept(k3=math.expm1(L - off) - L + off)
-    assert kept(m2=(L + off) ** 2) and not kept(m2=(L - off) ** 2)
-    assert correct(
-        Drift(found[:1]), Correction(mode="decoupled", weights="importance"), D
-    ).weight.item() == pytest.approx(math.exp(L), abs=2e-3)
-
-
-@kinds
-def test_the_proximal_policy_between_two_has_its_share(kind: str, tmp_path: Path) -> None:
-    samples = drawn(kind, tmp_path)
     correction = {"mode": "interpolated", "weights": "importance", "cap": None}
     engine = engine_at(away(kind, samples[0], L), kind, correction=correction)
-    metrics = step_on(engine, group_of(engine, samples, staleness=1))
+    metrics = step_on(engine, group_of(engine, samples[:1]))
     assert metrics["weight/mean"] == pytest.approx(math.exp(L / 2), abs=1e-3)
     behaviour = samples[0]["log_probs"]
     assert interpolated_log_prob(behaviour, behaviour + 1e-9, torch.tensor([1])).dtype == torch.float64
-
-
-def test_log_probs_that_lost_it_already_are_refused(tmp_path: Path) -> None:
-    samples = drawn("flow", tmp_path)
-    samples[0]["log_probs"] = samples[0]["log_probs"].float()
-    engine = engine_at(torch.zeros(16), "flow")
-    with pytest.raises(ValueError, match=r"log_probs must be torch.float64 of shape \(1,\), got torch.float32"):
-        engine.accumulate(group_of(engine, samples), 1.0)

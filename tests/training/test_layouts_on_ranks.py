@@ -1,5 +1,4 @@
-"""Tests that four gloo ranks train what one plain rank trains, however they hold the weights, for every family, and
-that a checkpoint of one layout goes on in another."""
+"""Tests that four ranks train what one trains in every layout, and that checkpoints fit every layout."""
 
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,8 @@ from omni_async.types import SdeWindow
 from omni_async.weights.buckets import unpack
 from tests.pipelines.families import QWEN_IMAGE, SD3, STEPS, WAN, first_of
 from tests.support.fakes import share
+from tests.training import training_world as world
 from tests.training.drawn import drawn
-from tests.training.training_world import (
-    assert_close,
-    auxiliaries,
-    export,
-    gradients,
-    load,
-    make_config,
-    on_ranks,
-    save,
-    started,
-)
 
 WORLD = 4
 LORA = {"rank": 2, "alpha": 64.0, "target_modules": ["to_q", "to_v"]}
@@ -48,7 +37,7 @@ WINDOW = SdeWindow(1, 3)  # over both experts of Wan2.2
 
 
 def config_of(family: Any, path: str, layout: str, **trainer: Any) -> Config:
-    return make_config(
+    return world.make_config(
         **{"model.pipeline": family.name, "model.path": path, "lora": LORA if layout.endswith("lora") else None},
         **{"sampling": {"height": 32, "width": 32, **GUIDANCE[family.name]}, "rollout.num_inference_steps": STEPS},
         **{"sde": {"window": {"size": 2, "range": [0, 5]}}, "kl_coef": 0.1, "size": 2, "optimizer": "sgd"},
@@ -59,26 +48,26 @@ def config_of(family: Any, path: str, layout: str, **trainer: Any) -> Config:
 def train(engine: TrainEngine, group: GroupBatch, folder: Path) -> dict[str, Any]:
     """Makes an update; returns its gradients, metrics and weights. The checkpoint of it is in `folder`."""
     engine.accumulate(share(group, engine.layout), 1 / 8)
-    its = gradients(engine)
+    its = world.gradients(engine)
     metrics = engine.step()
-    save(engine, folder)
+    world.save(engine, folder)
     return {"gradients": its, "metrics": metrics, "digest0": engine.digest0, **exported(engine)}
 
 
 def exported(engine: TrainEngine) -> dict[str, Any]:
-    found = export(engine, 1)
+    found = world.export(engine, 1)
     weights = {} if found is None else {"weights": {n: t.clone() for n, t in unpack(*found)}, "digest": found[0].digest}
-    return {"auxiliary": auxiliaries(engine), **weights}
+    return {"auxiliary": world.auxiliaries(engine), **weights}
 
 
 def work(rank: int, folder: Path, jobs: dict[str, tuple[Config, GroupBatch, Path]]) -> dict[str, Any]:
     results = {}
     for name, (config, group, checkpoint) in jobs.items():
-        engine = started(config, rank=rank)
+        engine = world.started(config, rank=rank)
         parameter = next(iter(engine._model.trainable.values()))
         assert isinstance(parameter, DTensor) and parameter.device_mesh.ndim == (2 if config.trainer.shard else 1)
         result = train(engine, group, folder / name)
-        load(engine, checkpoint)
+        world.load(engine, checkpoint)
         results[name] = {**result, "resumed": exported(engine)}
     return results
 
@@ -86,7 +75,7 @@ def work(rank: int, folder: Path, jobs: dict[str, tuple[Config, GroupBatch, Path
 def assert_same(found: dict[str, Any], expected: dict[str, Any], what: str) -> None:
     """Bit for bit."""
     assert found["digest"] == expected["digest"], what
-    assert_close(found["auxiliary"], expected["auxiliary"])
+    world.assert_close(found["auxiliary"], expected["auxiliary"])
 
 
 @pytest.mark.thorough
@@ -99,22 +88,22 @@ def test_four_ranks_train_what_one_trains_in_every_layout(tmp_path):
         group = drawn(family.policy(path), config_of(family, path, ""), WINDOW)
         for layout, trainer in LAYOUTS.items():
             name = f"{family.name} {layout}"
-            engine = started(config_of(family, path, layout, ema=trainer.get("ema")))
+            engine = world.started(config_of(family, path, layout, ema=trainer.get("ema")))
             assert isinstance(engine._model, PlainBackend)
             alone[name] = engine, train(engine, group, tmp_path / f"{name} alone")
             jobs[name] = config_of(family, path, layout, workers=WORLD, **trainer), group, tmp_path / f"{name} alone"
-    results = on_ranks(WORLD, work, tmp_path, jobs)
+    results = world.on_ranks(WORLD, work, tmp_path, jobs)
     for name, (engine, expected) in alone.items():
         ranks = [found[name] for found in results]
         assert max(grad.abs().max().item() for grad in expected["gradients"].values()) > 3e-4
         for found in ranks:
-            assert_close(found["gradients"], expected["gradients"], 3e-6)
+            world.assert_close(found["gradients"], expected["gradients"], 3e-6)
             assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-4, abs=5e-5), name
-            assert_close(found["auxiliary"], expected["auxiliary"], 3e-6)
-        assert_close(ranks[0]["weights"], expected["weights"], 3e-6)
+            world.assert_close(found["auxiliary"], expected["auxiliary"], 3e-6)
+        world.assert_close(ranks[0]["weights"], expected["weights"], 3e-6)
         assert ranks[0]["digest0"] == expected["digest0"], name
 
         # The lone rank's checkpoint goes on on four, theirs on one, to the bit.
         assert_same(ranks[0]["resumed"], expected, name)
-        load(engine, tmp_path / name)
+        world.load(engine, tmp_path / name)
         assert_same(exported(engine), ranks[0], name)

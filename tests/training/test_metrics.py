@@ -1,5 +1,4 @@
-"""Tests metrics: reductions are those declared at recording, whatever rank has the rows; drift, weights and masks of
-every update are those of the definitions; and the alarm for engines that compute something else."""
+"""Tests how metrics are reduced, and drift, weights and masks of every update."""
 
 from __future__ import annotations
 
@@ -19,18 +18,7 @@ from omni_async.training.device import sum_of_rows
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.training.metrics import Metrics
-from tests.training.training_world import (
-    Step,
-    group_of,
-    make_config,
-    model_of,
-    nudge,
-    on_ranks,
-    started,
-    step_on,
-    steps_of,
-    update,
-)
+from tests.training import training_world as world
 
 
 def test_each_metric_is_reduced_as_declared_and_per_denoising_step():
@@ -115,7 +103,7 @@ def work(rank: int) -> tuple[dict[tuple[int, int], dict[str, float]], dict[int, 
 
 @pytest.mark.thorough
 def test_rows_count_once_however_they_are_dealt():
-    for found, sums in on_ranks(WORLD, work):
+    for found, sums in world.on_ranks(WORLD, work):
         for (sequence, rows), metrics in found.items():
             expected = reduced(ParallelLayout(), rows)
             assert {"mean", "variance", "ess", "first", "mean/step_00"} <= expected.keys()
@@ -124,12 +112,12 @@ def test_rows_count_once_however_they_are_dealt():
         assert sums == {sequence: [number, 2.0 * number] for sequence, number in groups.items()}
 
 
-def drifted(**changes: Any) -> tuple[TrainEngine, list[GroupBatch], list[Step]]:
+def drifted(**changes: Any) -> tuple[TrainEngine, list[GroupBatch], list[world.Step]]:
     """Returns an engine, stale groups of two windows, and their steps under the engine's weights."""
-    engine = started(make_config(**{"size": 3, **changes}))
-    groups = [group_of(engine, seed, range(seed, seed + 2), staleness=2) for seed in (0, 1)]
-    nudge(engine, 0.05)
-    return engine, groups, [s for g in groups for s in steps_of(model_of(engine), engine.config, g)]
+    engine = world.engine(**{"size": 3, **changes})
+    groups = [world.group_of(engine, seed, range(seed, seed + 2), staleness=2) for seed in (0, 1)]
+    world.nudge(engine, 0.05)
+    return engine, groups, [s for g in groups for s in world.steps_of(world.model_of(engine), engine.config, g)]
 
 
 def ess(values: Iterable[float]) -> float:
@@ -137,9 +125,9 @@ def ess(values: Iterable[float]) -> float:
     return sum(w) ** 2 / (len(w) * sum(x * x for x in w))
 
 
-def by_step(steps: list[Step]) -> dict[int, list[Step]]:
+def by_step(steps: list[world.Step]) -> dict[int, list[world.Step]]:
     """Returns the rows of each denoising step: group 0 has steps 0 and 1, group 1 steps 1 and 2."""
-    found: dict[int, list[Step]] = {}
+    found: dict[int, list[world.Step]] = {}
     for i, s in enumerate(steps):
         found.setdefault(s.position + i // 8, []).append(s)
     return found
@@ -148,7 +136,7 @@ def by_step(steps: list[Step]) -> dict[int, list[Step]]:
 @pytest.mark.parametrize("mode", ["bypass", "none", "decoupled"])
 def test_drift_of_all_rows_and_of_each_denoising_step(mode):
     engine, groups, steps = drifted(correction={"mode": mode})
-    metrics = step_on(engine, *groups)
+    metrics = world.step_on(engine, *groups)
     nats = [s.nats for s in steps]
     expected = {
         "log_ratio_nats/mean": fmean(nats),
@@ -173,9 +161,9 @@ def test_drift_of_all_rows_and_of_each_denoising_step(mode):
 def test_weights_and_masks_of_all_rows_and_of_each_denoising_step():
     correction = {"mode": "decoupled", "weights": "importance", "cap": 1.2, "kappa_nats": 0.25, "k1": (0.8, 1.5)}
     engine, groups, steps = drifted(correction=correction)
-    metrics = step_on(engine, *groups)
+    metrics = world.step_on(engine, *groups)
 
-    def weight(s: Step) -> float:
+    def weight(s: world.Step) -> float:
         return min(math.exp(s.nats), 1.2) if s.kappa <= 0.25 and 0.8 <= math.exp(s.nats) <= 1.5 else 0.0
 
     all_weights = [weight(s) for s in steps]
@@ -195,47 +183,26 @@ def test_weights_and_masks_of_all_rows_and_of_each_denoising_step():
     assert got == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
-def test_without_means_there_is_no_kappa():
-    engine, groups, _ = drifted()
-    for t in groups[0].trajectories:
-        del t["means"]
-    assert not {name for name in step_on(engine, groups[0]) if name.startswith("kappa")}
-
-
-def test_log_ratios_of_unnormalised_kinds_are_in_nats_too():
-    """Uses cps, whose log-probs are -<(x' - mean)^2>; the log-ratio of the sample is D / (2 scale^2) times their
-    difference."""
-    engine = started(make_config(sde={"kind": "cps", "noise_level": 0.8}))
-    group = group_of(engine, 0, range(1, 2))
-    for t in group.trajectories:
-        t["log_probs"] = t["log_probs"] - 0.01
-    scale = group.trajectories[0]["sigmas"][2].item() * math.sin(0.4 * math.pi)
-    assert step_on(engine, group)["log_ratio_nats/mean"] == pytest.approx(0.01 * 24 / (2 * scale**2), rel=1e-4)
-
-
-# ---- engine mismatch -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", ["bypass", "none", "decoupled", "interpolated"])
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_fresh_samples_tell_whether_engine_and_trainer_run_the_same_model(mode, recomputed):
     for off, nats in ((0.0, 0.0), (0.1, 2.4)):  # 24 latent elements
-        engine = started(make_config(correction={"mode": mode}, size=3))
-        group = group_of(engine)
+        engine = world.engine(correction={"mode": mode}, size=3)
+        group = world.group_of(engine)
         group.trajectories[2]["log_probs"][1] -= off
         if recomputed:
             engine.recompute_proximal(group)
-        metrics = step_on(engine, group)
+        metrics = world.step_on(engine, group)
         assert metrics["engine_mismatch_nats"] == pytest.approx(nats, rel=1e-3, abs=1e-4)
         assert metrics["fresh_fraction"] == 1
 
 
 def test_neither_a_stale_step_nor_a_later_one_of_an_update_can_tell_a_mismatch():
-    engine = started(make_config(steps_per_update=2))
-    group = group_of(engine)
+    engine = world.engine(steps_per_update=2)
+    group = world.group_of(engine)
     group.trajectories[2]["log_probs"][1] -= 0.1
-    metrics = step_on(engine, replace(group, staleness=[[0, 0], [0, 0], [0, 1], [0, 0]]))
+    metrics = world.step_on(engine, replace(group, staleness=[[0, 0], [0, 0], [0, 1], [0, 0]]))
     assert metrics["engine_mismatch_nats"] < 1e-4
     assert metrics["log_ratio_nats/absmax"] == pytest.approx(2.4, rel=1e-3)
     assert (metrics["fresh_fraction"], metrics["row_staleness/mean"], metrics["row_staleness/max"]) == (7 / 8, 1 / 8, 1)
-    assert ["engine_mismatch_nats" in update(engine, seed) for seed in range(3)] == [False, True, False]
+    assert ["engine_mismatch_nats" in world.update(engine, seed) for seed in range(3)] == [False, True, False]

@@ -1,5 +1,4 @@
-"""Tests what a machine with Ascend NPUs would meet before its first operator: device, groups, mesh, carrier. They are
-pretended, each rank in a process of its own; an Ascend has never run any of it."""
+"""Tests device, groups, mesh and carrier of pretended Ascend NPUs; no Ascend has run any of it."""
 
 import os
 from typing import Any

@@ -1,5 +1,4 @@
-"""Tests that several ranks are one rank: same gradients, metrics and weights, whatever the split. Real processes over
-gloo."""
+"""Tests that several gloo ranks train what one trains, whatever the split."""
 
 import math
 from pathlib import Path
@@ -14,22 +13,7 @@ from omni_async.training.groups import GroupBatch
 from omni_async.weights.buckets import unpack
 from omni_async.weights.digest import verify
 from tests.support.fakes import TinyPolicy, TwoExperts, load_model, share, tiny_group, tiny_pair
-from tests.training.training_world import (
-    LORA,
-    assert_close,
-    auxiliaries,
-    export,
-    gradients,
-    load,
-    log_probs,
-    make_config,
-    move,
-    on_ranks,
-    read_trained,
-    save,
-    started,
-    trainable,
-)
+from tests.training import training_world as world
 
 EXPERTS = "experts: "  # begins the names of variants with two components, over which windows reach
 
@@ -38,7 +22,7 @@ BASE = {"group_size": 5, "size": 2, "optimizer": "sgd"}
 FORWARD = {"sde": None, "clip_range": None}
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"kl_coef": 0.05},
-    "lora": {"kl_coef": 0.05, "lora": LORA},
+    "lora": {"kl_coef": 0.05, "lora": world.LORA},
     "decoupled": {
         "steps_per_update": 2,
         "correction": {"mode": "decoupled", "weights": "importance", "normalise": True, "kappa_nats": 0.2},
@@ -51,7 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "share of steps": {"fraction": 0.5, "cfg": 2.0, "unconditional_gradient": False},
     "nft": {**FORWARD, "name": "diffusion_nft", "kl_coef": 0.1, "fraction": 0.6},
-    "nft lora": {**FORWARD, "name": "diffusion_nft", "kl_coef": 0.1, "lora": LORA},
+    "nft lora": {**FORWARD, "name": "diffusion_nft", "kl_coef": 0.1, "lora": world.LORA},
     "awm": {
         **FORWARD,
         "name": "awm",
@@ -59,7 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "ema": {"every": 1},
     },
     "gathered once": {"kl_coef": 0.05, "trainer.gather": "step"},
-    "whole lora": {"lora": LORA, "trainer.shard": 1},
+    "whole lora": {"lora": world.LORA, "trainer.shard": 1},
     "fused": {"optimizer": "adamw", "trainer.optimizer.fused": True, "trainer.optimizer.eps": 1e-4},
     "dpo": {**FORWARD, "name": "diffusion_dpo", "dpo": {"beta": 2.0}, "forward": {"draws": 6}},
 }
@@ -68,7 +52,7 @@ VARIANTS[EXPERTS + "samples"] = {"name": "gspo", "size": 3}
 
 
 def start(variant: str, config: Config, rank: int = 0) -> TrainEngine:
-    return started(config, TwoExperts() if variant.startswith(EXPERTS) else TinyPolicy(), rank)
+    return world.started(config, TwoExperts() if variant.startswith(EXPERTS) else TinyPolicy(), rank)
 
 
 def groups_of(engine: TrainEngine, seeds: range) -> list[GroupBatch]:
@@ -77,7 +61,7 @@ def groups_of(engine: TrainEngine, seeds: range) -> list[GroupBatch]:
     if config.algorithm.name == "diffusion_dpo":
         return [tiny_pair(policy, config, seed) for seed in seeds]
     made_by = load_model(policy)
-    move(made_by.parameters(), 0.05)
+    world.move(made_by.parameters(), 0.05)
     groups = [tiny_group(policy, config, seed, staleness=1, model=made_by) for seed in seeds]
     return [share(group, engine.layout, start=i * group.size) for i, group in enumerate(groups)]
 
@@ -99,13 +83,13 @@ def update(engine: TrainEngine, number: int) -> list[dict[str, float]]:
 def run(engine: TrainEngine, folder: Path) -> dict[str, Any]:
     """Runs two updates, a checkpoint between them, an export after them."""
     first = update(engine, 0)
-    save(engine, folder / "checkpoint")
+    world.save(engine, folder / "checkpoint")
     second = update(engine, 1)
-    out = export(engine, 2)
+    out = world.export(engine, 2)
     assert (out is None) == (engine.layout.rank > 0)
     if out is not None:
         verify(*out)
-    return {"updates": first + second, "export": out, "auxiliary": auxiliaries(engine), "digest0": engine.digest0}
+    return {"updates": first + second, "export": out, "auxiliary": world.auxiliaries(engine), "digest0": engine.digest0}
 
 
 def run_all(rank: int, folder: Path, configs: dict[str, Config]) -> dict[str, Any]:
@@ -113,10 +97,10 @@ def run_all(rank: int, folder: Path, configs: dict[str, Config]) -> dict[str, An
 
 
 def test_two_ranks_train_what_one_trains(tmp_path):
-    two = {name: make_config(**{**BASE, **change, "workers": 2}) for name, change in VARIANTS.items()}
-    found = on_ranks(2, run_all, tmp_path, two)
+    two = {name: world.make_config(**{**BASE, **change, "workers": 2}) for name, change in VARIANTS.items()}
+    found = world.on_ranks(2, run_all, tmp_path, two)
     for name, change in VARIANTS.items():
-        engine = start(name, make_config(**{**BASE, **change}))
+        engine = start(name, world.make_config(**{**BASE, **change}))
         alone = run(engine, tmp_path / f"{name}-alone")
         ranks = [results[name] for results in found]
 
@@ -126,19 +110,17 @@ def test_two_ranks_train_what_one_trains(tmp_path):
         if "correction" in str(change):
             assert 0 < alone["updates"][0]["masked"] < 1
         weights = dict(unpack(*alone["export"]))
-        assert_close(dict(unpack(*ranks[0]["export"])), weights, atol=1e-6)
+        world.assert_close(dict(unpack(*ranks[0]["export"])), weights, atol=1e-6)
         for rank in ranks:
-            assert_close(rank["auxiliary"], alone["auxiliary"], atol=1e-6)
+            world.assert_close(rank["auxiliary"], alone["auxiliary"], atol=1e-6)
         assert ranks[0]["digest0"] == alone["digest0"]
 
         # A checkpoint of two ranks continues on one, and is read by whoever does not train.
-        load(engine, tmp_path / name / "checkpoint")
-        assert_close(read_trained(tmp_path / name / "checkpoint", "trained"), trainable(engine))
+        world.load(engine, tmp_path / name / "checkpoint")
+        world.assert_close(world.read_trained(tmp_path / name / "checkpoint", "trained"), world.trainable(engine))
         update(engine, 1)
-        assert_close(dict(unpack(*export(engine, 2))), weights, atol=1e-6)
+        world.assert_close(dict(unpack(*world.export(engine, 2))), weights, atol=1e-6)
 
-
-# ---- shares of every size --------------------------------------------------------------------------------------------
 
 DEALT = [name for name in VARIANTS if "lora" not in name]
 # On three ranks: fewer samples (and draws of a pair) than ranks, and 2 + 1 + 1 of them.
@@ -151,18 +133,17 @@ def sized(name: str, size: int) -> dict[str, Any]:
 
 
 def two_groups(engine: TrainEngine) -> dict[str, Any]:
-    """Returns the gradients of two groups, accumulated before one step, the metrics of the step, and by group what is
-    known of each sample of this rank before."""
+    """Returns gradients and metrics of one step on two groups, and what is known of this rank's samples before."""
     groups = groups_of(engine, range(2))
     seen: list[list[Any]] = []
     if engine.config.rollout.sde is not None:
-        seen += [log_probs(engine, group).tolist() for group in groups]
+        seen += [world.log_probs(engine, group).tolist() for group in groups]
     if engine.config.trainer.steps_per_update > 1:
         drifts = [engine.recompute_proximal(group) for group in groups]
         seen += [[(*drift.log_ratio, *(drift.kappa or ())) for drift in its] for its in drifts]
     for group in groups:
         engine.accumulate(group, 1 / 10)
-    return {"seen": seen, "gradients": gradients(engine), "metrics": engine.step()}
+    return {"seen": seen, "gradients": world.gradients(engine), "metrics": engine.step()}
 
 
 def deal_all(rank: int, configs: dict[tuple[str, int], Config]) -> dict[tuple[str, int], Any]:
@@ -170,18 +151,18 @@ def deal_all(rank: int, configs: dict[tuple[str, int], Config]) -> dict[tuple[st
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", [2, 3])
-def test_shares_of_any_size_have_the_gradients_of_one_rank(world):
-    jobs = {(name, size): sized(name, size) for name in DEALT for size in SIZES if world == 3 or size > 2}
-    dealt = {key: make_config(**{**change, "workers": world}) for key, change in jobs.items()}
-    ranks = on_ranks(world, deal_all, dealt)
+@pytest.mark.parametrize("count", [2, 3])
+def test_shares_of_any_size_have_the_gradients_of_one_rank(count):
+    jobs = {(name, size): sized(name, size) for name in DEALT for size in SIZES if count == 3 or size > 2}
+    dealt = {key: world.make_config(**{**change, "workers": count}) for key, change in jobs.items()}
+    ranks = world.on_ranks(count, deal_all, dealt)
     for key, change in jobs.items():
-        expected = two_groups(start(key[0], make_config(**change)))
+        expected = two_groups(start(key[0], world.make_config(**change)))
         largest = max(gradient.abs().max().item() for gradient in expected["gradients"].values())
         assert largest > 1e-4, key
         for number, found in enumerate(rank[key] for rank in ranks):
-            assert_close(found["gradients"], expected["gradients"], rtol=3e-6, atol=3e-6 * largest)
+            world.assert_close(found["gradients"], expected["gradients"], rtol=3e-6, atol=3e-6 * largest)
             assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6), key
             for i, (mine, rows) in enumerate(zip(found["seen"], expected["seen"], strict=True)):
-                dealt = ParallelLayout(number, world).dealt(len(rows), i % 2 * len(rows))
+                dealt = ParallelLayout(number, count).dealt(len(rows), i % 2 * len(rows))
                 assert mine == [pytest.approx(rows[k], abs=1e-5) for k in dealt], key

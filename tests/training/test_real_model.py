@@ -14,22 +14,8 @@ from omni_async.weights.buckets import as_tensor, unpack
 from omni_async.weights.lora import merged_weights
 from omni_async.weights.shards import whole
 from tests.support.fakes import load_model
+from tests.training import training_world as world
 from tests.training.drawn import drawn_by_an_engine, random_group
-from tests.training.training_world import (
-    CPU,
-    LORA,
-    assert_close,
-    assert_gradients,
-    export,
-    load,
-    log_probs,
-    loras,
-    make_config,
-    save,
-    started,
-    step_on,
-    trained,
-)
 
 tiny = pytest.importorskip("omni_async_pipelines.qwen_image.tiny")
 
@@ -42,10 +28,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def with_group(checkpoint: Path, device: str, **changes: Any) -> tuple[TrainEngine, GroupBatch]:
     """Returns an engine, and a group as its weights would have drawn it."""
     changes |= {"model.path": str(checkpoint), "sampling": {"height": 32, "width": 32}, "checkpointing": True}
-    config = make_config(**changes)
-    engine = started(config, device=CPU if device == "cpu" else rank_device(0))
+    config = world.make_config(**changes)
+    engine = world.started(config, device=world.CPU if device == "cpu" else rank_device(0))
     group = random_group(engine.policy, config)  # prompts of different lengths
-    for sample, recorded in zip(group.trajectories, log_probs(engine, group), strict=True):
+    for sample, recorded in zip(group.trajectories, world.log_probs(engine, group), strict=True):
         sample["log_probs"] = recorded
     return engine, group
 
@@ -53,16 +39,16 @@ def with_group(checkpoint: Path, device: str, **changes: Any) -> tuple[TrainEngi
 ACCELERATED = [pytest.param("accelerator", backend, marks=pytest.mark.gpu) for backend in ("plain", "auto")]
 
 
-@loras
+@world.loras
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "fsdp2"), *ACCELERATED])
 def test_qwen_image_trains_in_bfloat16_and_exports_diffusers_names(checkpoint, lora, device, backend, tmp_path):
     payload = "full" if lora is None else "lora"
     changes = {"dtype": "bfloat16", "lora": lora, "payload": payload, "backend": backend, "kl_coef": 0.1}
     engine, group = with_group(checkpoint, device, **changes)
-    step_on(engine, group)
-    metrics = step_on(engine, group)
+    world.step_on(engine, group)
+    metrics = world.step_on(engine, group)
     assert metrics["ratio_deviation"] > 0 and metrics["kl_ref"] > 0
-    manifest, _ = export(engine, 2)
+    manifest, _ = world.export(engine, 2)
     names = {spec.name for spec in manifest.tensors}
     if lora is None:
         assert names == set(dict(load_model(engine.policy).named_parameters()))
@@ -70,9 +56,9 @@ def test_qwen_image_trains_in_bfloat16_and_exports_diffusers_names(checkpoint, l
         assert "transformer.transformer_blocks.0.attn.to_q.lora_A.weight" in names
         assert len(names) == 2 * 4 * 2
     assert {spec.dtype for spec in manifest.tensors} == {"bfloat16" if lora is None else "float32"}
-    save(engine, tmp_path / "c")
-    load(engine, tmp_path / "c")
-    assert export(engine, 2)[0].digest == manifest.digest
+    world.save(engine, tmp_path / "c")
+    world.load(engine, tmp_path / "c")
+    assert world.export(engine, 2)[0].digest == manifest.digest
 
 
 @pytest.mark.parametrize(
@@ -81,9 +67,9 @@ def test_qwen_image_trains_in_bfloat16_and_exports_diffusers_names(checkpoint, l
 def test_in_float32_gradients_are_those_of_the_cpu(checkpoint, device, backend):
     def gradients_on(device: str, backend: str) -> dict[str, torch.Tensor]:
         engine, group = with_group(checkpoint, device, backend=backend, cfg=2.0)
-        return {name: gradient.cpu() for name, gradient in trained(engine, group)[1].items()}
+        return {name: gradient.cpu() for name, gradient in world.trained(engine, group)[1].items()}
 
-    assert_gradients(gradients_on(device, backend), gradients_on("cpu", "plain"), rtol=1e-3, atol=1e-5)
+    world.assert_gradients(gradients_on(device, backend), gradients_on("cpu", "plain"), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -95,33 +81,16 @@ async def test_the_trainer_finds_the_log_probs_of_the_engine_on_its_device(check
     engine, _ = with_group(checkpoint, device, backend=backend, dtype=dtype, cfg=3.0)
     group = await drawn_by_an_engine(engine.policy, engine.config, engine.device, SdeWindow(1, 2))
     recorded = torch.stack([sample["log_probs"] for sample in group.trajectories])
-    difference = (log_probs(engine, group) - recorded).abs()
+    difference = (world.log_probs(engine, group) - recorded).abs()
     assert difference.max() < most
 
 
-@pytest.mark.parametrize(
-    ("device", "backend"), [pytest.param("cpu", "fsdp2", marks=pytest.mark.thorough), *ACCELERATED]
-)
-def test_a_fused_optimizer_takes_the_same_step_on_the_same_gradients(checkpoint, device, backend):
-    engine, group = with_group(checkpoint, device, backend=backend, dtype="bfloat16", lora=LORA, payload="lora")
-    engine.accumulate(group, 1.0)
-
-    def stepped(**implementation: bool) -> dict[str, torch.Tensor]:
-        copies = {name: torch.nn.Parameter(p.detach().clone()) for name, p in engine._model.trainable.items()}
-        for name, copy in copies.items():
-            copy.grad = engine._model.trainable[name].grad
-        torch.optim.AdamW(copies.values(), lr=1e-2, **implementation).step()
-        return {name: whole(copy).cpu() for name, copy in copies.items()}
-
-    assert_close(stepped(fused=True), stepped(foreach=True), atol=1e-6)
-
-
 @pytest.mark.gpu
-@loras
+@world.loras
 def test_an_accelerators_weights_are_copied_out_whole_into_pinned_memory(checkpoint, lora):
     changes = {"dtype": "bfloat16", "lora": lora, "payload": "full", "backend": "auto"}
     engine, group = with_group(checkpoint, "accelerator", **changes)
-    step_on(engine, group)
+    world.step_on(engine, group)
     buckets = engine.bucket_set()
     snapshot = engine.snapshot(1, buckets)
     assert snapshot is not None

@@ -1,5 +1,4 @@
-"""Tests that ranks which share the tokens of a row train what one rank trains: real architectures over gloo, alone and
-beside data parallelism, with guidance, masks, LoRA, recomputed activations and several denoisers."""
+"""Tests that ranks which share the tokens of a row train what one rank trains, on real architectures."""
 
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -17,16 +16,8 @@ from omni_async.training import TrainingError
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from tests.support.fakes import share
+from tests.training import training_world as world
 from tests.training.drawn import random_group
-from tests.training.training_world import (
-    assert_close,
-    gradients,
-    log_probs,
-    make_config,
-    on_ranks,
-    policy_of,
-    started,
-)
 
 LORA = {"lora": {"rank": 2, "alpha": 4.0}}
 CHECKPOINTING = {"checkpointing": True}
@@ -84,21 +75,20 @@ def fill_adapters(engine: TrainEngine) -> None:
 
 def train(config: Config, group: GroupBatch | None, rank: int) -> dict[str, Any]:
     """Returns log-probs of this rank's samples, and the gradients of all. Without a group a group is made."""
-    engine = started(config, rank=rank)
+    engine = world.started(config, rank=rank)
     fill_adapters(engine)
     made = group if group is not None else random_group(engine.policy, config)
     mine = share(made, engine.layout)
-    recomputed = log_probs(engine, mine)
+    recomputed = world.log_probs(engine, mine)
     if group is None:
         for sample, recorded in zip(made.trajectories, recomputed, strict=True):
             sample["log_probs"] = recorded
     engine.accumulate(mine, 1 / 8)
-    return {"log_probs": recomputed, "gradients": gradients(engine), "group": made}
+    return {"log_probs": recomputed, "gradients": world.gradients(engine), "group": made}
 
 
 def refusals(config: Config, rank: int) -> list[str]:
-    """Returns what is said of Stable Diffusion 3 without a plan, and with diffusers' kind of plan, which its attention
-    does not know."""
+    """Returns the errors of Stable Diffusion 3 without a plan, and with a plan that its attention does not know."""
     sampling = replace(config.rollout.sampling, max_sequence_length=33)
     config = replace(config, rollout=replace(config.rollout, sampling=sampling))  # diffusers cuts text into equal parts
     from diffusers import SD3Transformer2DModel
@@ -111,11 +101,11 @@ def refusals(config: Config, rank: int) -> list[str]:
     }
     said = []
     for cp_plan in (None, plan):
-        policy = policy_of(config)
+        policy = world.policy_of(config)
         policy.sequence_plan = SequencePlan()
         SD3Transformer2DModel._cp_plan = cp_plan
         with pytest.raises((ValueError, TrainingError)) as refused:
-            log_probs(started(config, policy, rank), random_group(policy, config))
+            world.log_probs(world.started(config, policy, rank), random_group(policy, config))
         said.append(str(refused.value))
     SD3Transformer2DModel._cp_plan = None
     return said
@@ -154,24 +144,24 @@ def config_of(case: Case, checkpoints: dict[str, str], alone: bool) -> Config:
         "clip_range": None,
         "algorithm.clip_range_nats": 100.0,
     }
-    return make_config(**{**changes, **case.changes, **ranks})
+    return world.make_config(**{**changes, **case.changes, **ranks})
 
 
-def assert_ranks_train_what_one_trains(checkpoints: dict[str, str], world: int) -> list[dict[str, Any]]:
+def assert_ranks_train_what_one_trains(checkpoints: dict[str, str], count: int) -> list[dict[str, Any]]:
     """Returns what every rank found, by case."""
-    cases = {name: case for name, case in CASES.items() if case.workers == world}
+    cases = {name: case for name, case in CASES.items() if case.workers == count}
     alone = {name: train(config_of(case, checkpoints, alone=True), None, 0) for name, case in cases.items()}
     jobs = {name: (config_of(case, checkpoints, alone=False), alone[name]["group"]) for name, case in cases.items()}
-    ranks = on_ranks(world, work, {REFUSED: jobs["sd3"], **jobs} if world == 2 else jobs)
+    ranks = world.on_ranks(count, work, {REFUSED: jobs["sd3"], **jobs} if count == 2 else jobs)
     for name, (config, _) in jobs.items():
         wanted = alone[name]["gradients"]
         largest = max(gradient.abs().max().item() for gradient in wanted.values())
-        assert {weight.partition(".")[0] for weight in wanted} == set(policy_of(config).components), name
+        assert {weight.partition(".")[0] for weight in wanted} == set(world.policy_of(config).components), name
         for rank, results in enumerate(ranks):
             layout = ParallelLayout.of(config.trainer, rank)
             its = alone[name]["log_probs"][layout.data_rank :: layout.data_size]
             torch.testing.assert_close(results[name]["log_probs"], its, rtol=0, atol=1e-5, msg=name)
-            assert_close(results[name]["gradients"], wanted, atol=3e-6 * largest)
+            world.assert_close(results[name]["gradients"], wanted, atol=3e-6 * largest)
     return ranks
 
 

@@ -10,15 +10,7 @@ from omni_async.config.layout import ParallelLayout
 from omni_async.training.groups import GroupBatch
 from omni_async.training.transition_rows import trained_steps
 from tests.support.fakes import share
-from tests.training.training_world import (
-    assert_gradients,
-    gradients_of,
-    model_of,
-    moved,
-    steps_of,
-    surrogate,
-    trained,
-)
+from tests.training import training_world as world
 
 
 def joined(first: GroupBatch, second: GroupBatch) -> GroupBatch:
@@ -30,31 +22,32 @@ def joined(first: GroupBatch, second: GroupBatch) -> GroupBatch:
 
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_the_gradient_is_that_of_all_calls_under_the_samples_advantage(size):
-    engine, (first, second) = moved(size=size)
-    metrics, of_calls = trained(engine, joined(first, second))
-    engine, (first, second) = moved(size=size)
-    apart, of_groups = trained(engine, first, replace(second, advantages=first.advantages, seeds=first.seeds))
-    assert_gradients(of_calls, of_groups, rtol=1e-5, atol=1e-7)
+    engine, (first, second) = world.moved(size=size)
+    metrics, of_calls = world.trained(engine, joined(first, second))
+    engine, (first, second) = world.moved(size=size)
+    apart, of_groups = world.trained(engine, first, replace(second, advantages=first.advantages, seeds=first.seeds))
+    world.assert_gradients(of_calls, of_groups, rtol=1e-5, atol=1e-7)
     assert metrics["loss"] == pytest.approx(apart["loss"], abs=1e-6)
     assert (metrics["row_staleness/mean"], metrics["row_staleness/max"]) == (1.5, 2)
 
 
-def test_an_objective_of_samples_takes_the_ratio_over_all_calls():
-    """Uses GSPO, as it is written out for samples of one call."""
-    engine, (first, second) = moved(0.02, name="gspo", clip_range=0.005, size=3)
-    model, losses = model_of(engine), []
-    calls = [list(steps_of(model, engine.config, group)) for group in (first, second)]
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_an_objective_of_samples_takes_the_ratio_over_all_calls(size):
+    """Uses GSPO: s = exp(mean of Delta over a sample's steps), one surrogate per sample."""
+    engine, (first, second) = world.moved(0.02, name="gspo", clip_range=0.005, size=size)
+    model, losses = world.model_of(engine), []
+    calls = [list(world.steps_of(model, engine.config, group)) for group in (first, second)]
     for i in range(0, 2 * first.size, 2):
         ratios = torch.stack([step.ratio for steps in calls for step in steps[i : i + 2]])
-        losses.append(surrogate(ratios.log().mean().exp(), first.advantages[i // 2], 0.005))
-    expected = gradients_of(losses, model)
-    _, got = trained(engine, joined(first, second))
-    assert_gradients(got, expected)
+        losses.append(world.surrogate(ratios.log().mean().exp(), first.advantages[i // 2], 0.005))
+    expected = world.gradients_of(losses, model)
+    _, got = world.trained(engine, joined(first, second))
+    world.assert_gradients(got, expected)
 
 
 def test_the_proximal_pass_finds_the_drift_of_every_step_of_every_call():
     correction = {"mode": "decoupled", "weights": "importance", "level": "sequence"}
-    engine, (first, second) = moved(correction=correction)
+    engine, (first, second) = world.moved(correction=correction)
     of_calls = engine.recompute_proximal(joined(first, second))
     apart = [engine.recompute_proximal(group) for group in (first, second)]
     for whole, one, other in zip(of_calls, *apart, strict=True):
@@ -66,7 +59,7 @@ def test_the_proximal_pass_finds_the_drift_of_every_step_of_every_call():
 @pytest.mark.parametrize("name", ["flow_grpo", "gspo"])
 def test_ranks_with_unequal_shares_train_the_same_calls_in_every_micro_batch(name, size):
     """A denoiser that takes a call with an image apart from one without is then called as often on every rank."""
-    engine, (first, second) = moved(name=name, clip_range=0.2, size=size, fraction=0.5)
+    engine, (first, second) = world.moved(name=name, clip_range=0.2, size=size, fraction=0.5)
     group = joined(first, second)
     seen = []
     for rank in range(3):  # of four samples one rank has two
@@ -86,7 +79,7 @@ def test_a_fraction_of_the_steps_is_a_fraction_of_every_call():
 
 
 def test_calls_that_one_sample_lacks_are_refused():
-    engine, (first, second) = moved()
+    engine, (first, second) = world.moved()
     group = joined(first, second)
     short = TensorDict({"call0": first.trajectories[1]}, batch_size=[])
     with pytest.raises(ValueError, match=r"trajectory 1 of 4: it has 1 calls, the first has 2"):

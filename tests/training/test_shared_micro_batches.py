@@ -13,19 +13,7 @@ from omni_async.training import TrainingError
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch, joined
 from tests.support.fakes import tiny_group
-from tests.training.training_world import (
-    NFT,
-    Step,
-    assert_gradients,
-    assert_trains,
-    make_config,
-    moved,
-    nudge,
-    started,
-    step_on,
-    surrogate,
-    trained,
-)
+from tests.training import training_world as world
 
 SHARED = "trainer.groups_per_micro_batch"
 
@@ -45,13 +33,13 @@ def count(engine: TrainEngine) -> list[int]:
 
 @pytest.mark.parametrize(("shared", "size", "rows"), [(1, 16, [8, 8]), (2, 16, [16]), (2, 12, [12, 4])])
 def test_the_gradient_is_that_of_the_mean_loss_however_groups_share(shared, size, rows):
-    engine, groups = moved(0.02, cfg=3.0, size=size, **{SHARED: shared})
+    engine, groups = world.moved(0.02, cfg=3.0, size=size, **{SHARED: shared})
     found = count(engine)
 
-    def losses(steps: list[Step]) -> Any:
-        return [surrogate(step.ratio, step.advantage) for step in steps]
+    def losses(steps: list[world.Step]) -> Any:
+        return [world.surrogate(step.ratio, step.advantage) for step in steps]
 
-    assert_trains(engine, groups, losses)
+    world.assert_trains(engine, groups, losses)
     assert found == rows
 
 
@@ -60,24 +48,24 @@ def test_the_gradient_is_that_of_the_mean_loss_however_groups_share(shared, size
     [
         {"correction": {"mode": "decoupled", "weights": "importance", "normalise": True, "kappa_nats": 0.2}},
         {"name": "gspo", "fraction": 0.5},
-        {**NFT, "kl_coef": 0.1},
+        {**world.NFT, "kl_coef": 0.1},
     ],
 )
 def test_groups_that_share_are_trained_as_apart(changes):
-    apart, groups = moved(size=16, **changes)
-    shared, _ = moved(size=16, **changes, **{SHARED: 2})
+    apart, groups = world.moved(size=16, **changes)
+    shared, _ = world.moved(size=16, **changes, **{SHARED: 2})
     for engine in (apart, shared):
         if "correction" in changes:
             for group in groups:
                 engine.recompute_proximal(group)
-            nudge(engine)  # so that the pass differs from what is trained
-    (metrics, gradients), (expected, of_apart) = trained(shared, *groups), trained(apart, *groups)
-    assert_gradients(gradients, of_apart)
+            world.nudge(engine)  # so that the pass differs from what is trained
+    (metrics, gradients), (expected, of_apart) = world.trained(shared, *groups), world.trained(apart, *groups)
+    world.assert_gradients(gradients, of_apart)
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def test_a_step_takes_groups_that_still_wait_and_discarding_forgets_them():
-    engine, (first, second) = moved(size=16, **{SHARED: 2})
+    engine, (first, second) = world.moved(size=16, **{SHARED: 2})
     rows = count(engine)
     engine.accumulate(first, 0.1)
     engine.discard()
@@ -91,30 +79,29 @@ def test_a_step_takes_groups_that_still_wait_and_discarding_forgets_them():
 
 def test_groups_of_different_buckets_do_not_share():
     buckets = [{"sampling": {"height": 32, "width": 48}}, {"sampling": {"height": 32, "width": 32}}]
-    engine = started(make_config(size=16, buckets=buckets, **{SHARED: 2}))
+    engine = world.engine(size=16, buckets=buckets, **{SHARED: 2})
     wide, square = engine.config.rollout.specs
 
     def drawn_by(spec: Any, seed: int) -> GroupBatch:
-        one = make_config(sampling={"height": spec.height, "width": spec.width})
+        one = world.make_config(sampling={"height": spec.height, "width": spec.width})
         return tiny_group(engine.policy, one, seed)
 
     rows = count(engine)
     assert (drawn_by(wide, 0).spec, drawn_by(square, 1).spec) == (wide, square)
-    step_on(engine, drawn_by(wide, 0), drawn_by(square, 1), drawn_by(square, 2))
+    world.step_on(engine, drawn_by(wide, 0), drawn_by(square, 1), drawn_by(square, 2))
     assert rows == [8, 16]
 
 
 def test_padding_is_dropped_where_a_rank_has_samples():
-    _, (first, second) = moved()
+    _, (first, second) = world.moved()
     padding = [replace(group, counts=False) for group in (first, second)]
-    both = joined([padding[0], second])
-    assert (both.counts, both.size, both.members) == (True, 8, [(1, 0), (1, 1), (1, 2), (1, 3)])
-    assert both.seeds == [*second.seeds]
-    alone = joined(padding)
+    both, alone = joined([padding[0], second]), joined(padding)
+    assert (both.counts, both.size, both.seeds) == (True, 8, [*second.seeds])
+    assert both.members == [(1, 0), (1, 1), (1, 2), (1, 3)]
     assert (alone.counts, alone.size, alone.seeds) == (False, 8, [*first.seeds])
 
 
 def test_pairs_do_not_share():
-    pairs = make_config(**{**NFT, "name": "diffusion_dpo", "correction": {}}, group_size=2, **{SHARED: 2})
+    pairs = world.make_config(**{**world.NFT, "name": "diffusion_dpo", "correction": {}}, group_size=2, **{SHARED: 2})
     with pytest.raises(ConfigError, match=r"^trainer\.groups_per_micro_batch: diffusion_dpo deals the noise draws"):
         require_trainable(pairs)

@@ -8,19 +8,11 @@ from typing import Any
 import torch
 
 from omni_async.training import checkpoint, model
-from tests.training.training_world import (
-    assert_close,
-    load,
-    make_config,
-    save,
-    started,
-    trainable,
-    update,
-)
+from tests.training import training_world as world
 
 
 def test_every_checkpoint_is_copied_into_the_memory_of_the_first(monkeypatch, tmp_path):
-    engine = started(make_config(ema={"every": 1}))
+    engine = world.engine(ema={"every": 1})
     stage, memory = engine._model._stager.stage, []
 
     def staged(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -29,22 +21,22 @@ def test_every_checkpoint_is_copied_into_the_memory_of_the_first(monkeypatch, tm
         return copies
 
     monkeypatch.setattr(engine._model._stager, "stage", staged)
-    save(engine, tmp_path / "before the optimizer has a state")
+    world.save(engine, tmp_path / "before the optimizer has a state")
     weights = []
     for number in (1, 2):
-        update(engine, number)
-        save(engine, tmp_path / str(number))
-        weights.append(trainable(engine))
+        world.update(engine, number)
+        world.save(engine, tmp_path / str(number))
+        weights.append(world.trainable(engine))
     first, second, third = memory
     assert second == third and first.items() <= second.items() and len(first) < len(second)
     assert not torch.equal(*(its["transformer.img_in.weight"] for its in weights))
     for number, expected in enumerate(weights, start=1):
-        load(engine, tmp_path / str(number))
-        assert_close(trainable(engine), expected)
+        world.load(engine, tmp_path / str(number))
+        world.assert_close(world.trainable(engine), expected)
 
 
 def test_a_checkpoint_waits_until_the_earlier_one_is_written(monkeypatch, tmp_path):
-    engine, order = started(make_config()), []
+    engine, order = world.engine(), []
     monkeypatch.setattr(model, "wait", order.append)
     monkeypatch.setattr(checkpoint, "begin_save", lambda *args: order.append("copied") or Future())
     earlier, _ = engine.begin_save(tmp_path)

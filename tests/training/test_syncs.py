@@ -1,7 +1,4 @@
-"""Counts what makes the host wait for its device in a rank's update.
-
-The engine runs on the meta device, whose tensors have no values. Every number that the host reads, and every copy
-between host and device that waits, would be a synchronisation on an accelerator."""
+"""Counts what makes the host wait for its device, on the meta device, whose tensors have no values."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from omni_async.training.metrics import _on_host
+from omni_async.training.engine import TrainEngine
+from omni_async.training.groups import GroupBatch
 from tests.support.fakes import tiny_group
 from tests.training.training_world import NFT, make_config, started
 
@@ -43,6 +40,13 @@ class Syncs(TorchDispatchMode):
         return op(*args, **kwargs)
 
 
+def on_meta(**changes: Any) -> tuple[TrainEngine, list[GroupBatch]]:
+    own = {"backend": "plain", "trainer.peak_tflops": 1.0, "trainer.optimizer.fused": False, "size": 4}
+    config = make_config(**own, **changes)
+    groups = [tiny_group(started(config).policy, config, seed) for seed in (0, 1)]
+    return started(config, device=META), groups
+
+
 @pytest.mark.parametrize(
     ("changes", "read"),
     [
@@ -54,10 +58,7 @@ class Syncs(TorchDispatchMode):
     ],
 )
 def test_a_micro_batch_reads_a_few_numbers_and_a_step_two(changes, read):
-    own = {"backend": "plain", "trainer.peak_tflops": 1.0, "trainer.optimizer.fused": False}
-    config = make_config(**own, **changes, size=4)
-    groups = [tiny_group(started(config).policy, config, seed) for seed in (0, 1)]
-    engine = started(config, device=META)
+    engine, groups = on_meta(**changes)
     batches = [rows for group in groups for rows, _ in engine._loss.batches(group)]
     with Syncs() as accumulating:
         for group in groups:
@@ -69,10 +70,7 @@ def test_a_micro_batch_reads_a_few_numbers_and_a_step_two(changes, read):
 
 
 def test_a_proximal_pass_fetches_the_rows_of_a_micro_batch_together():
-    own = {"backend": "plain", "trainer.peak_tflops": 1.0, "trainer.optimizer.fused": False}
-    config = make_config(**own, correction={"mode": "decoupled", "weights": "importance", "normalise": True}, size=4)
-    group = tiny_group(started(config).policy, config)
-    engine = started(config, device=META)
+    engine, [group, _] = on_meta(correction={"mode": "decoupled", "weights": "importance", "normalise": True})
     with Syncs() as passing:
         engine.recompute_proximal(group)
     assert passing.found["fetched"] == 2 * 2 + 2, "log-probs and KL of two micro-batches, and the group's drifts"
@@ -80,11 +78,3 @@ def test_a_proximal_pass_fetches_the_rows_of_a_micro_batch_together():
     with Syncs() as accumulating:
         engine.accumulate(group, 0.1)
     assert accumulating.found["sent"] == accumulating.found["fetched"] == 0
-
-
-def test_metrics_of_a_device_come_in_one_copy_and_in_order():
-    values = [torch.empty(2, device=META), torch.tensor([7.0]), torch.empty(1, device=META, dtype=torch.float64)]
-    with Syncs() as syncs:
-        found: list[Tensor] = _on_host(values)
-    assert [one.tolist() for one in found] == [[0, 1], [7], [2]]
-    assert syncs.found == {"fetched": 1}

@@ -40,16 +40,6 @@ def test_the_policy_that_draws_is_read_unless_another_is_asked_for(tmp_path: Pat
     assert not torch.equal(*(next(iter(held[one].values())) for one in ("old", "trained")))
 
 
-def test_some_tensors_can_be_read_without_the_rest(tmp_path: Path) -> None:
-    held = stored(tmp_path)["trained"]
-    weights = TrainedWeights(tmp_path)
-    (component,) = weights.components
-    name = weights.names(component)[0]
-    assert weights.shape(component, name) == held[f"{component}.{name}"].shape
-    assert_close(weights.read(component, [name]), {name: held[f"{component}.{name}"]})
-    assert weights.read(component, []) == {}
-
-
 @pytest.mark.parametrize(("most", "fewest", "largest"), [(1, 40, 40), (3000, 2, 39), (2**40, 1, 1)])
 def test_all_tensors_can_be_read_a_few_at_a_time(
     most: int, fewest: int, largest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,4 @@
-"""Tests that ranks of two machines meet where a machine's name is 127.0.1.1, as Debian and Ubuntu install it.
-
-The machines are two network namespaces with a link between them."""
+"""Tests that ranks of two machines meet where a machine's name is 127.0.1.1: two network namespaces."""
 
 from __future__ import annotations
 

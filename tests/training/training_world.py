@@ -1,5 +1,4 @@
-"""Makes configurations for the tiny policy and engines of it, on one rank or several; moves, saves, exports, inspects
-them; and computes objectives by their definition, for comparison: one row at a time, all in one graph, float64."""
+"""Makes engines of the tiny policy, on one rank or several, and computes objectives row by row in float64."""
 
 from __future__ import annotations
 
@@ -82,6 +81,10 @@ def started(config: Config, policy: Policy | None = None, rank: int = 0, device:
     return engine
 
 
+def engine(**changes: Any) -> TrainEngine:
+    return started(make_config(**changes))
+
+
 def nudge(engine: TrainEngine, size: float = 0.02) -> None:
     """Moves the weights away from those that made the samples, so that ratios are not 1."""
     move(engine._model.trainable.values(), size)
@@ -122,10 +125,10 @@ def update(engine: TrainEngine, seed: int = 0) -> dict[str, float]:
 
 
 def updated(updates: int = 2, **changes: Any) -> TrainEngine:
-    engine = started(make_config(**changes))
+    made = engine(**changes)
     for seed in range(updates):
-        update(engine, seed)
-    return engine
+        update(made, seed)
+    return made
 
 
 def trained(engine: TrainEngine, *groups: GroupBatch) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -260,8 +263,7 @@ def assert_trains(
     positions: list[list[int]] | None = None,
     **tolerances: float,
 ) -> dict[str, float]:
-    """Takes an optimizer step, and asserts that its gradients are those of the mean of `losses`, or of a loss, that
-    are computed of all steps under the engine's weights as they were. Returns the metrics."""
+    """Takes an optimizer step, and compares its gradients with those of the (mean) loss of all steps before it."""
     model = model_of(engine)
     steps = [step for group in groups for step in steps_of(model, engine.config, group, positions)]
     expected = gradients_of(losses(steps), model)
@@ -272,8 +274,7 @@ def assert_trains(
 
 @dataclass(frozen=True)
 class Step:
-    """A trained denoising step of a sample under some model: its mean log-prob (with gradient), the Gaussian (std
-    without the step size), and what was recorded of it."""
+    """A trained denoising step under some model: its mean log-prob, with gradient, and its Gaussian."""
 
     sample: int
     position: int
@@ -300,17 +301,12 @@ class Step:
 
 
 def steps_of(
-    model: nn.Module,
-    config: Config,
-    group: GroupBatch,
-    positions: list[list[int]] | None = None,
+    model: nn.Module, config: Config, group: GroupBatch, positions: list[list[int]] | None = None
 ) -> Iterator[Step]:
-    """Yields Flow-GRPO's transition of every trained step of every sample, sample-major; `positions[i]` are those of
-    the window that are trained."""
+    """Yields Flow-GRPO's transition of every step of the samples, or of those at their `positions` of the window."""
     r = config.rollout
     dtype = next(model.parameters()).dtype
-    assert r.sde is not None
-    assert r.sde.kind == "flow"
+    assert r.sde is not None and r.sde.kind == "flow"
     for sample, t in enumerate(group.trajectories):
         sigmas = t["sigmas"].to(dtype)
         for k in range(len(t["steps"])) if positions is None else positions[sample]:
@@ -338,8 +334,7 @@ def steps_of(
 
 
 def guided(model: nn.Module, config: Config, sample: TensorDict, x: Tensor, sigma: Tensor) -> Tensor:
-    """Returns the velocity (T, C) of one row; classifier-free guidance written out, with or without gradient through
-    the unconditional branch."""
+    """Returns the velocity (T, C) of one row, with classifier-free guidance written out."""
     scale = config.rollout.sampling.true_cfg_scale
     conditioning = TinyPolicy().stack_conditioning([sample["conditioning"]])
     text, mask = conditioning["text"].to(x.dtype), conditioning["mask"]

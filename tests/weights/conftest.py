@@ -12,8 +12,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 
 def some_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Makes six tensors of five dtypes; the widest is not the first and larger than a bucket, one is empty, one has no
-    shape."""
+    """Makes tensors of five dtypes; the last is larger than a bucket, one is empty, one has no shape."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "flags": torch.tensor([True, False, True]),

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import replace
 
 from omni_async.types import Piece, TensorSpec, WeightManifest
 from omni_async.weights import buckets
@@ -38,23 +37,6 @@ def test_reading_is_without_copy_even_from_read_only_memory(packed):
     assert torch.equal(read["steps"], torch.arange(40))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"name": "other"}, "expected digest"),
-        ({"shape": (5, 8)}, "expected digest"),
-        ({"dtype": "int32"}, "expected digest"),
-        ({"dtype": "bfloat16"}, "cannot take 160 bytes"),
-        ({"dtype": "float7"}, "unknown tensor dtype 'float7'"),
-    ],
-)
-def test_a_changed_table_of_contents_is_found(packed, change, message):
-    tensors = list(packed[0].tensors)
-    tensors[2] = replace(tensors[2], **change)
-    with pytest.raises(WeightError, match=message):
-        verify(replace(packed[0], tensors=tuple(tensors)), packed[1])
-
-
 def test_a_piece_that_ends_within_an_element_is_found():
     pieces = (Piece(0, 0, 10), Piece(0, 10, 14))
     manifest = WeightManifest(3, "full", "", (TensorSpec("w", "float32", (6,), pieces),))
@@ -64,9 +46,7 @@ def test_a_piece_that_ends_within_an_element_is_found():
 
 def test_flipped_bytes_and_truncated_or_missing_buckets_are_found(packed):
     manifest, buckets = packed
-    with pytest.raises(
-        WeightError, match="version 3: tensor 'steps' ends at byte 320 of bucket 2, which has 312 bytes"
-    ):
+    with pytest.raises(WeightError, match="tensor 'steps' ends at byte 320 of bucket 2, which has 312 bytes"):
         verify(manifest, [*buckets[:2], buckets[2][:-8]])
     with pytest.raises(WeightError, match="which has 0 bytes"):
         list(unpack(manifest, buckets[:1]))
@@ -94,6 +74,12 @@ def test_a_name_appears_once_and_a_bucket_holds_at_least_a_byte():
         BucketSet(64).fill([("a", torch.ones(1)), ("a", torch.ones(1))])
     with pytest.raises(ValueError, match="bucket_bytes: expected >= 1, got 0"):
         BucketSet(0)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn, torch.complex64])
+def test_every_dtype_has_its_item_size(dtype):
+    assert item_bytes(dtype_name(dtype)) == dtype.itemsize
+    assert dtype_of(dtype_name(dtype)) is dtype
 
 
 def contents(packed: BucketSet) -> dict[str, torch.Tensor]:
@@ -148,9 +134,3 @@ def test_versions_are_of_the_same_tensors(change, message):
     packed.fill({**first, "b": torch.ones(2, 2)}.items())
     with pytest.raises(ValueError, match=re.escape(message)):
         packed.fill({**first, **change}.items())
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn, torch.complex64])
-def test_every_dtype_has_its_item_size(dtype):
-    assert item_bytes(dtype_name(dtype)) == dtype.itemsize
-    assert dtype_of(dtype_name(dtype)) is dtype

@@ -1,5 +1,4 @@
-"""Tests whole runs: versions as files and what is left of them, how one that can't be written ends the run, every
-transport between Ray actors."""
+"""Tests whole runs by every transport, and how a full disk ends one."""
 
 import errno
 
@@ -96,9 +95,7 @@ def test_runs_on_ray_publish_by_every_transport(transport, ray, tmp_path):
 @pytest.mark.timeout(280)
 @pytest.mark.thorough
 @pytest.mark.parametrize("transport", ["object_store", "disk", "collective"])
-def test_two_ranks_on_ray_publish_their_rows_and_engines_draw_with_what_was_trained(
-    tmp_path, checkpoint, transport, ray
-):
+def test_two_ranks_on_ray_publish_their_rows(tmp_path, checkpoint, transport, ray):
     halves = ("placement.trainer.cpus=0.5", "placement.reward.cpus=0.5")
     ranks = ("run.runtime=ray", "trainer.workers=2", "rollout.workers=2", *halves)
     recipe = write_recipe(tmp_path, checkpoint)

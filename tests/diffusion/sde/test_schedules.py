@@ -36,8 +36,7 @@ CONFIGS = {
 
 
 def diffusers_sigmas(steps, seq_len, config, linspace=np.linspace):
-    """Does what QwenImagePipeline.__call__ does with the scheduler (written out: importing it needs torchvision), and
-    with torch's `linspace` what ZImagePipeline's does."""
+    """Does what QwenImagePipeline's __call__ does with the scheduler; ZImagePipeline's has torch's `linspace`."""
     scheduler = FlowMatchEulerDiscreteScheduler(**config)
     base_len, base_shift = config.get("base_image_seq_len", 256), config.get("base_shift", 0.5)
     m = (config.get("max_shift", 1.15) - base_shift) / (config.get("max_image_seq_len", 4096) - base_len)
@@ -75,10 +74,6 @@ def test_the_double_shift_is_diffusers_set_timesteps(shift, steps):
     assert torch.equal(static_shift(shift, steps), scheduler.sigmas)
 
 
-def test_the_linear_schedule_by_hand():
-    torch.testing.assert_close(linear(4), torch.tensor([1, 0.75, 0.5, 0.25, 0]))
-
-
 def test_the_ode_step_is_diffusers_euler_step_to_the_bit():
     scheduler = FlowMatchEulerDiscreteScheduler(**QWEN_IMAGE)
     scheduler.set_timesteps(sigmas=np.linspace(1.0, 0.1, 10), mu=0.6)
@@ -96,12 +91,10 @@ def test_the_ode_step_is_diffusers_euler_step_to_the_bit():
     [
         (lambda: linear(0), "num_inference_steps must be >= 1, got 0"),
         (lambda: static_shift(0.0, 4), "shift must be > 0, got 0.0"),
-        (lambda: static_shift(3.0, 0), "got 0"),
         (lambda: scheduler_sigmas(4, 16, {"shift_terminal": 1.5}), "got 1.5"),
         (lambda: scheduler_sigmas(4, 16, {**QWEN_IMAGE, "time_shift_type": "cubic"}), "got 'cubic'"),
         (lambda: resolution_mu(0, {}), "image_seq_len must be >= 1, got 0"),
         (lambda: scheduler_sigmas(4, 16, {"use_karras_sigmas": True}), "use_karras_sigmas=True"),
-        (lambda: scheduler_sigmas(4, 16, {"invert_sigmas": True}), "invert_sigmas=True"),
         (lambda: scheduler_sigmas(4, 16, {"max_shift": None}), "max_shift must be a number, got None"),
         (lambda: resolution_mu(16, {"base_image_seq_len": 4096}), "must differ"),
     ],

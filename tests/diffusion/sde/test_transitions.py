@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_async.diffusion.sde.noise import initial_noise, step_noise
 from omni_async.diffusion.sde.schedules import linear
 from omni_async.diffusion.sde.transitions import (
     KINDS,
@@ -97,20 +96,6 @@ def test_log_prob_is_torchs_normal_density_averaged_over_elements(kind, dtype, t
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_log_ratio_in_nats_is_that_of_the_joint_density(kind):
-    *inputs, noise = example(3, 4)
-    x_next, old, old_mean = take_step(kind, *inputs, noise)
-    scale = transition(kind, *inputs).scale
-    mean = old_mean + 0.01 * torch.randn_like(old_mean)
-    got = nats_per_log_prob(kind, scale, 15) * (log_prob(kind, x_next, mean, scale) - old)
-
-    def joint(center):
-        return torch.distributions.Normal(center, scale[:, None, None]).log_prob(x_next).sum(dim=(1, 2))
-
-    torch.testing.assert_close(got, joint(mean) - joint(old_mean), atol=1e-10, rtol=1e-8)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_pass_gradcheck(kind):
     x, v, *numbers, noise = example(5, 2)
     x_next = take_step(kind, x, v, *numbers, noise)[0]
@@ -122,35 +107,12 @@ def test_gradients_pass_gradcheck(kind):
     assert torch.autograd.gradcheck(of_velocity, (v.requires_grad_(),))
 
 
-def test_no_gradient_flows_through_the_sampled_latents():
-    x, v, *numbers, noise = example(6, 2)
-    v.requires_grad_()
-    x_next, value, _ = take_step("flow", x, v, *numbers, noise)
-    fixed = transition("flow", x, v, *numbers)
-    (through,) = torch.autograd.grad(value.sum(), v, retain_graph=True)
-    (direct,) = torch.autograd.grad(log_prob("flow", x_next.detach(), fixed.mean, fixed.scale).sum(), v)
-    torch.testing.assert_close(through, direct, atol=0, rtol=0)
-    assert through.abs().max() > 0
-
-
 def test_the_first_step_takes_sigma_max_only_where_sigma_is_exactly_one():
     x, v, _, _, _, n, _ = example(8, 2)
     sigma, sigma_next = rows(1.0, 1 - 2**-20), rows(0.9, 0.9)
     got = transition("flow", x, v, sigma, sigma_next, rows(0.8, 0.8), n)
     assert got.std[0].item() == pytest.approx(n[0].item() * math.sqrt(1 / 0.2))
     assert got.std[1].item() == pytest.approx(n[1].item() * math.sqrt(2**20 - 1))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@given(seed=st.integers(0, 10**6), batch=st.integers(1, 20), pick=st.integers(0, 19))
-@settings(max_examples=25, deadline=None)
-def test_a_row_does_not_depend_on_its_batch(kind, seed, batch, pick):
-    inputs = example(seed, batch, torch.float32, shape=(7, 3))
-    row = pick % batch
-    together = take_step(kind, *inputs)
-    alone = take_step(kind, *(tensor[row : row + 1] for tensor in inputs))
-    for whole, own in zip(together, alone, strict=True):
-        assert torch.equal(whole[row], own[0])
 
 
 @pytest.mark.parametrize("shape", [(4096, 16), (16383,), (16385,), (3, 70_001)])
@@ -213,7 +175,6 @@ def test_bfloat16_velocity_is_upcast_and_bfloat16_latents_are_refused():
     [
         ({"kind": "sde"}, r"expected one of \['flow', 'cps', 'dance'\], got 'sde'"),
         ({"noise_level": rows(0.7, 0.0)}, "noise_level.*got 0.0 in row 1"),
-        ({"noise_level": rows(-0.5, 0.7)}, "noise_level.*got -0.5 in row 0"),
         ({"noise_level": rows(math.nan, 0.7)}, "noise_level.*got nan in row 0"),
         ({"kind": "cps", "sigma_next": rows(0.4, 0.0)}, "sigma_next.*'cps'.*got 0.0 in row 1"),
         ({"kind": "cps", "noise_level": rows(0.7, 2.0)}, "noise_level.*'cps'.*got 2.0 in row 1"),
@@ -226,16 +187,9 @@ def test_bfloat16_velocity_is_upcast_and_bfloat16_latents_are_refused():
     ],
 )
 def test_wrong_input_is_refused_with_its_value(change, message):
-    good = {
-        "kind": "flow",
-        "x": torch.zeros(2, 4, dtype=torch.float64),
-        "v": torch.zeros(2, 4, dtype=torch.float64),
-        "sigma": rows(0.5, 0.5),
-        "sigma_next": rows(0.4, 0.4),
-        "sigma_max": rows(0.9, 0.9),
-        "noise_level": rows(0.7, 0.7),
-        "noise": torch.zeros(2, 4, dtype=torch.float64),
-    }
+    numbers = {"sigma": 0.5, "sigma_next": 0.4, "sigma_max": 0.9, "noise_level": 0.7}
+    good = {name: rows(value, value) for name, value in numbers.items()} | {"kind": "flow"}
+    good |= dict.fromkeys(("x", "v", "noise"), torch.zeros(2, 4, dtype=torch.float64))
     take_step(**good)
     with pytest.raises(ValueError, match=message):
         take_step(**(good | change))
@@ -244,21 +198,7 @@ def test_wrong_input_is_refused_with_its_value(change, message):
             step_mixed(**(good | change), noisy=torch.tensor([True, True]))
 
 
-# Noise, and samples that are in flight together
-
 LATENTS = (16, 64)
-
-
-def test_noise_depends_on_seed_purpose_and_step_alone():
-    torch.manual_seed(0)
-    first = step_noise(7, 3, LATENTS)
-    torch.randn(5)
-    assert torch.equal(first, step_noise(7, 3, LATENTS))
-    others = [initial_noise(7, LATENTS), step_noise(7, 4, LATENTS), step_noise(8, 3, LATENTS)]
-    assert all(abs((first * other).mean()) < 0.15 for other in others)
-    assert first.dtype == torch.float32
-    assert abs(first.mean()) < 0.15
-    assert abs(first.std() - 1) < 0.1
 
 
 def test_shared_initial_noise_leaves_step_noise_apart():
