@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -34,6 +35,7 @@ from omni_async.records.write.rundir import RunDirectory, RunDirectoryError
 from omni_async.records.write.summary import read_ending, write_summary
 from omni_async.simulation.run_folder import read_measured
 from omni_async.types import Span
+from tests.fuzz.damage import a_socket
 from tests.support.configs import make_summary
 
 NAMES = ("metrics.jsonl", "ledger.jsonl", "spans.jsonl", "attempts.jsonl", "faults.jsonl", "summary.json", "trace.json")
@@ -60,18 +62,11 @@ def polled(folder: Path) -> Follower:
     return follower
 
 
-def socket_at(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as one:
-        handle = os.open(path.parent, os.O_RDONLY)
-        one.bind(f"/proc/self/fd/{handle}/{path.name}")
-        os.close(handle)
-
-
 KINDS: dict[str, Callable[[Path], Any]] = {
     "pipe": os.mkfifo,
     "folder": Path.mkdir,
     "device": lambda path: path.symlink_to("/dev/zero"),
-    "socket": socket_at,
+    "socket": lambda path: a_socket(path, random.Random()),
     "circle": lambda path: path.symlink_to(path.name),
     "outside": lambda path: path.symlink_to("/etc/passwd"),
 }
@@ -345,7 +340,7 @@ def test_a_socket_elsewhere_is_not_asked(folder, tmp_path, capsys):
 
 
 def test_an_answer_of_another_version_is_reported(folder, monkeypatch, capsys):
-    socket_at(folder / "control.sock")
+    KINDS["socket"](folder / "control.sock")
     monkeypatch.setattr("omni_async.commands.operate.ask", lambda *_, **__: {"progress": {"update": None}})
     assert main(["status", str(folder)]) == 2
     assert "this version does not know its answer" in capsys.readouterr().err

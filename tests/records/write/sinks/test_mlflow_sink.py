@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import shutil
-import threading
 from base64 import b64encode
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +18,7 @@ from omni_async.records.write.sinks import mlflow_sink
 from omni_async.records.write.sinks.base import SinkUnusableError
 from omni_async.records.write.sinks.feed import Sinks
 from omni_async.records.write.sinks.mlflow_sink import MlflowSink, _alone, _probe
-from tests.records.write.sinks.sink_world import ENDINGS, LEFT_OUT, RED, about, tell
+from tests.records.write.sinks.sink_world import ENDINGS, LEFT_OUT, RED, about, serving, tell
 from tests.support.patience import wait_for
 
 if TYPE_CHECKING:
@@ -111,14 +108,6 @@ def test_an_unusable_store_is_refused_at_the_start(runs: Path, monkeypatch: pyte
 NAME = {"MLFLOW_TRACKING_USERNAME": "me", "MLFLOW_TRACKING_PASSWORD": "sesame"}
 
 
-@contextlib.contextmanager
-def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
 @pytest.mark.parametrize(
     ("secrets", "sent"),
     [(NAME, f"Basic {b64encode(b'me:sesame').decode()}"), ({"MLFLOW_TRACKING_TOKEN": "sesame"}, "Bearer sesame")],
@@ -193,11 +182,11 @@ def test_the_lock_of_a_database_is_a_file(tmp_path, make):
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_locked_database_is_down_and_a_wrong_value_is_refused(tmp_path):
+def test_a_locked_database_is_down_and_a_wrong_value_is_refused(runs):
     from mlflow.exceptions import MlflowException
     from mlflow.protos import databricks_pb2 as codes
 
-    sink = MlflowSink(schema.Mlflow(), about(tmp_path / "runs" / "run"))
+    sink, _ = opened(runs / "run-locked", begins=False)
     assert not sink.refuses(MlflowException("database is locked", codes.TEMPORARILY_UNAVAILABLE))
     assert not sink.refuses(MlflowException("API request failed with exception: connection refused"))
     assert not sink.refuses(MlflowException("slow down", codes.REQUEST_LIMIT_EXCEEDED))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from omni_async.config import schema
 from omni_async.records.write.sinks.base import SinkUnusableError
 from omni_async.records.write.sinks.feed import Sinks
 from omni_async.records.write.sinks.wandb_sink import WandbSink
-from tests.records.write.sinks.sink_world import about, tell
+from tests.records.write.sinks.sink_world import about, serving, tell
 from tests.support.patience import PATIENCE
 from tests.support.places import ROOT
 
@@ -31,24 +30,17 @@ _DENIED = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\
 
 
 @contextmanager
-def proxy(answer: bytes = b"") -> Iterator[tuple[dict[str, str], list[bytes]]]:
-    """Makes whatever wants to reach the network ask here, and answers so; yields the environment and what was asked."""
-    asked: list[bytes] = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
+def proxy() -> Iterator[tuple[dict[str, str], list[str]]]:
+    """Refuses whatever wants to reach the network; yields the environment that leads here, and what was asked."""
+    asked: list[str] = []
 
-        def refuse() -> None:
-            while True:
-                try:
-                    with server.accept()[0] as connection:
-                        asked.append(connection.recv(1000))
-                        connection.sendall(answer)
-                except OSError:
-                    return
+    class Denying(BaseHTTPRequestHandler):
+        def handle_one_request(self) -> None:
+            asked.append(self.rfile.readline().decode())
+            self.wfile.write(_DENIED)
 
-        threading.Thread(target=refuse, daemon=True).start()
-        address = f"http://127.0.0.1:{server.getsockname()[1]}"
-        yield {"HTTP_PROXY": address, "HTTPS_PROXY": address, "http_proxy": address, "https_proxy": address}, asked
-        server.shutdown(socket.SHUT_RDWR)
+    with serving(Denying) as address:
+        yield dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), address), asked
 
 
 def work(folder: Path, status: str, goes_on: bool) -> subprocess.CompletedProcess[str]:
@@ -124,7 +116,7 @@ def test_an_offline_run_has_its_numbers_image_file_and_end_and_goes_on_as_itself
 
 def test_an_account_that_cannot_be_used_is_refused_in_one_line_without_its_key(tmp_path, monkeypatch):
     key = "k" * 40
-    with proxy(_DENIED) as (environment, asked):
+    with proxy() as (environment, asked):
         environment |= {"WANDB_INIT_TIMEOUT": f"{PATIENCE:g}", "NO_PROXY": "", "no_proxy": ""}
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
