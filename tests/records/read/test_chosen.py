@@ -139,6 +139,13 @@ def half_written(run: Path) -> None:
     (run / "checkpoints/update-000060/manifest.json").unlink()
 
 
+def emulated(run: Path) -> None:
+    """Lets the run be of emulated devices, without checkpoints."""
+    text = (run / "config.yaml").read_text().replace("emulation: null", "emulation: {profile: qwen_image_lora_h800}")
+    (run / "config.yaml").write_text(text)
+    shutil.rmtree(run / "checkpoints")
+
+
 def changed(**fields: object) -> Damage:
     """Returns a damage that states other fields, in a checkpoint that is otherwise whole."""
 
@@ -160,6 +167,7 @@ def changed(**fields: object) -> Damage:
         (lambda run: shutil.rmtree(run.parent / "model"), "there is no folder .*model"),
         (lambda run: shutil.rmtree(run / "checkpoints"), "it has no checkpoint yet"),
         (lambda run: (run / "config.yaml").write_text("a: 1"), "config.yaml: .*unknown key"),
+        (emulated, "run: its devices were emulated"),
     ],
 )
 def test_what_is_damaged_or_missing_is_one_line(run: Path, damage: Damage, says: str) -> None:

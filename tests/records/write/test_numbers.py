@@ -69,6 +69,8 @@ def test_a_grid_scales_images_and_writes_captions_below() -> None:
     assert len(lines) == 4 and lines[-1].endswith("x...")
     assert all(Typeface(12).length(line) <= 192 for line in lines)
     assert image_grid([(np.zeros((512, 1024, 3), np.uint8), "x")]).width == 384 + 12
+    with pytest.raises(ValueError, match="at least one"):
+        image_grid([])
     with pytest.raises(ValueError, match=r"expected a uint8 image .*float32"):
         image_grid([(np.zeros((8, 8, 3), np.float32), "x")])
 
