@@ -5,21 +5,20 @@ Recipes name environment variables as `env:NAME`, and run folders contain masks.
 
 A secret is recognised by its context: the value of a key named like a secret (`api_key`, `Authorization`), the user and
 password of a URL, a query value named like a secret, the text after `Bearer`. A foreign text (a scorer's exception) may
-quote a secret without such a context, or encoded. A caller that knows the configuration therefore passes its
-`secrets_in`.
+quote a secret without such a context. A caller that knows the configuration therefore passes its `secrets_in`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from base64 import b64encode, urlsafe_b64encode
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
-from urllib.parse import unquote
+from typing import Any
+from urllib.parse import quote, quote_plus, unquote
 
 import msgspec
-
-from omni_async.config import secret_forms
 
 MASK = "***"
 REFERENCE = "env:"  # a value `env:NAME` names the variable that holds a secret; it is no secret
@@ -35,30 +34,11 @@ _SECRET_KEY = re.compile(
 )
 _USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")
 
-
-class _Syntax(NamedTuple):
-    """A syntax for pairs of a name and a value in a text.
-
-    `telling` matches names that are secret in this syntax, in addition to names that are secret everywhere. The
-    patterns are bounded, so that the time for a hostile text is linear in its length."""
-
-    names: re.Pattern[str]
-    values: re.Pattern[str]
-    telling: re.Pattern[str] | None = None
-
-    def holds_secret(self, name: str, value: Any = "") -> bool:
-        if name.lower().endswith("tokens") and not _has_text(value):
-            return False
-        return is_secret_key(name, value) or (self.telling is not None and self.telling.search(name) is not None)
-
-
-# In a query, such names mostly mean a secret: `?key=`, `?AWSAccessKeyId=`, `?token_v2=`.
-_QUERY = _Syntax(
-    re.compile(r"[?&]([^=?&#\s]{1,120})="),
-    re.compile(r"[^&#\s]+"),
-    re.compile(r"(?i)token|key|passw|secret|signature|credential"),
-)
-_ASSIGNED = _Syntax(re.compile(r"(?<![?&\w])([\w.-]{1,120})="), re.compile(r"[^\s&,;]+"))
+# A name before an equals sign. In a query, more names mean a secret: `?key=`, `?AWSAccessKeyId=`, `?token_v2=`. The
+# lengths are bounded, so that the time for a hostile text is linear in its length.
+_NAME = re.compile(r"(?:(?P<query>[?&])|(?<![?&\w]))(?P<name>[\w.%\[\]-]{1,120})=")
+_QUERY_KEY = re.compile(r"(?i)token|key|passw|secret|signature|credential")
+_QUERY_VALUE, _VALUE = re.compile(r"[^&#\s]+"), re.compile(r"[^\s&,;]+")
 _BEARER = re.compile(r"(?i)\b(bearer|basic)(\s+)(?=\S*[\d+/=_.-])[\w+/=.~-]{16,}")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
@@ -73,14 +53,18 @@ def is_secret_key(key: str, value: Any = "") -> bool:
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """Mask credentials in `text`: the `secrets` in any form (see `secret_forms`), and everything like a secret.
+    """Mask credentials in `text`: the `secrets`, as they are or encoded once, and everything like a secret.
 
     The latter are a URL's user and password, query values and assignments named like secrets, and bearer tokens."""
-    text = _mask(text, secret_forms.find(text, secrets))
+    forms = {form for secret in secrets if secret for form in _forms(secret)}
+    if forms:
+        text = re.sub("|".join(map(re.escape, sorted(forms, key=len, reverse=True))), MASK, text)
     text = _BEARER.sub(rf"\1\2{MASK}", _USERINFO.sub(f"{MASK}@", text))
-    for syntax in (_QUERY, _ASSIGNED):
-        text = _mask(text, (value.span() for value in _found(syntax, text)))
-    return text
+    kept, at = [], 0
+    for value in _named_values(text):
+        kept += [text[at : value.start()], MASK]
+        at = value.end()
+    return "".join([*kept, text[at:]])
 
 
 def redact(value: Any) -> Any:
@@ -154,24 +138,25 @@ def _has_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _found(syntax: _Syntax, text: str) -> Iterator[re.Match[str]]:
+def _forms(secret: str) -> Iterator[str]:
+    """Yield a secret as libraries quote it: percent-encoded, escaped as in JSON and Python's `repr`, in base64."""
+    data = secret.encode("utf-8", "surrogatepass")
+    yield from (secret, quote(data), quote(data, safe=""), quote_plus(data))
+    yield from (json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1], repr(secret)[1:-1])
+    yield from (b64encode(data).decode().rstrip("="), urlsafe_b64encode(data).decode().rstrip("="))
+
+
+def _named_values(text: str) -> Iterator[re.Match[str]]:
     """Yield the values in `text` with secret names, also inside the values of other names."""
     at = 0
-    while match := syntax.names.search(text, at):
-        at, name = match.end(), unquote(match[1])
-        if syntax.holds_secret(name) and (value := syntax.values.match(text, at)):
+    while match := _NAME.search(text, at):
+        at, name = match.end(), unquote(match["name"])
+        if not is_secret_key(name) and not (match["query"] and _QUERY_KEY.search(name)):
+            continue
+        if value := (_QUERY_VALUE if match["query"] else _VALUE).match(text, at):
             at = value.end()
-            if syntax.holds_secret(name, 0 if value[0].strip("\"'()[]{}<>.:").isdecimal() else ""):
+            if not (name.lower().endswith("tokens") and value[0].strip("\"'()[]{}<>.:").isdecimal()):
                 yield value
-
-
-def _mask(text: str, spans: Iterable[tuple[int, int]]) -> str:
-    """Return the text with `MASK` in place of each range; the ranges are in order."""
-    kept, at = [], 0
-    for start, end in spans:
-        kept += [text[at:start], MASK]
-        at = end
-    return "".join([*kept, text[at:]])
 
 
 def _masked(value: Any) -> Any:
@@ -196,5 +181,5 @@ def _secrets(value: Any, under_secret_key: bool) -> Iterator[str]:
             userinfo = match[0][:-1]
             user, _, password = userinfo.partition(":")
             yield from {password or user, unquote(password or user)}
-        for match in _found(_QUERY, value):
+        for match in _named_values(value):
             yield from {match[0], unquote(match[0])}

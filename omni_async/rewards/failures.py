@@ -70,8 +70,8 @@ def _status(error: BaseException) -> int | None:
 _LONGEST = 2000
 # A reason goes into a line of the ledger and of the console, too short for a server's error page.
 _LONGEST_REASON = 300
-# The most characters that encode one character of a secret: `\\\\u0073`, `%2525E4%2525BD...`.
-_WIDEST = 24
+# The most characters that encode one character of a secret: `%F0%9F%98%80`, `\ud83d\ude00`.
+_WIDEST = 12
 _OUR_FILES = (str(Path(__file__).parent), "<frozen", importlib.__file__)
 _LIBRARIES = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
 

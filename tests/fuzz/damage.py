@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import socket
 import struct
 import zlib
@@ -13,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import xxhash
 import yaml
 
 from omni_async.checkpoint.folders import MANIFEST_FILE
@@ -139,8 +141,6 @@ def crowded(path: Path, rng: random.Random) -> None:
 
 
 def remove(path: Path) -> None:
-    import shutil
-
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -189,15 +189,8 @@ def alias_bomb(path: Path, rng: random.Random) -> None:
 
 
 def yaml_tag(path: Path, rng: random.Random) -> None:
-    tags = (
-        "!!python/object/apply:os.system [true]",
-        "!!binary x",
-        "!!int ''",
-        "!!timestamp x",
-        "!!set {a}",
-        "!!omap []",
-    )
-    path.write_text(path.read_text().replace(": ", f": {rng.choice(tags)} ", 1))
+    tags = ("python/object/apply:os.system [true]", "binary x", "int ''", "timestamp x", "set {a}", "omap []")
+    path.write_text(path.read_text().replace(": ", f": !!{rng.choice(tags)} ", 1))
 
 
 def _edit(path: Path, rng: random.Random, change: Callable[[Any, random.Random], Any]) -> None:
@@ -355,8 +348,6 @@ def damages_of(path: Path) -> tuple[Damage, ...]:
 
 def sign(folder: Path) -> None:
     """Write a manifest that fits what a checkpoint holds now, as an attacker would."""
-    import xxhash
-
     manifest = folder / MANIFEST_FILE
     try:
         tree = json.loads(manifest.read_text())

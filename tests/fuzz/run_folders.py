@@ -3,8 +3,8 @@
     python -m tests.fuzz.run_folders --cases 10000 --workers 2
     python -m tests.fuzz.run_folders --first 4711 --cases 1 --verbose
 
-A case is known by its number (and `--seed`). Prints each fault with the command that repeats it, and at the end how
-many cases of each file and damage were used, refused, or are faults. Exit codes: 0 no fault, 1 some.
+A case is known by its number (and `--seed`). Prints each fault with the command that repeats it. Exit codes: 0 no
+fault, 1 some.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from omni_async.cli import main as report
 from tests.fuzz.damaged_runs import (
-    MOST_CPU_S,
     Case,
     Played,
     be_quick,
@@ -39,7 +37,6 @@ from tests.fuzz.damaged_runs import (
 )
 
 _BATCH = 50  # cases of a process
-WALL_S = 20.0  # of a case: what waits uses no processor
 
 
 @dataclass(frozen=True)
@@ -51,53 +48,43 @@ class Result:
     problems: list[str]
 
 
-def cases(
-    numbers: Sequence[int],
-    seed: int,
-    workers: int,
-    wall_s: float = WALL_S,
-    most_cpu_s: float = MOST_CPU_S,
-    quick: bool = False,
-    only: str = "",
-) -> Iterator[Result]:
-    """Play cases in forked processes, and yield their results as they end.
-
-    `most_cpu_s`: above the undamaged folder. `quick`: see `be_quick`. `only`: with this command alone, and the cases
-    that have it."""
+def cases(given: argparse.Namespace) -> Iterator[Result]:
+    """Play the cases of the command line in forked processes, and yield their results as they end."""
     top = Path(tempfile.mkdtemp(prefix="omni-async-fuzz-"))
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "COLUMNS": "200"}
     try:
         base = top / "base"
         _in_child(lambda: build(base))
-        if quick:
+        if given.quick:
             be_quick()
         usual = _usual(base, top)
-        todo = [Case.of(base, seed, number, quick) for number in numbers]
-        if only:
-            todo = [replace(case, commands=(only,)) for case in todo if only in case.commands]
-        yield from _all(top, base, todo, usual, workers, wall_s, most_cpu_s)
+        numbers = range(given.first, given.first + given.cases)
+        todo = [Case.of(base, given.seed, number, given.quick) for number in numbers]
+        if given.only:
+            todo = [replace(case, commands=(given.only,)) for case in todo if given.only in case.commands]
+        yield from _all(top, base, todo, usual, given)
     finally:
         shutil.rmtree(top, ignore_errors=True)
 
 
 def _all(
-    top: Path, base: Path, todo: list[Case], usual: dict[str, Played], workers: int, wall_s: float, most_cpu_s: float
+    top: Path, base: Path, todo: list[Case], usual: dict[str, Played], given: argparse.Namespace
 ) -> Iterator[Result]:
     waiting = [todo[at : at + _BATCH] for at in range(0, len(todo), _BATCH)][::-1]
     running: dict[int, tuple[list[Case], Path]] = {}
     try:
         while waiting or running:
-            while waiting and len(running) < workers:
+            while waiting and len(running) < given.workers:
                 batch = waiting.pop()
                 slot = Path(tempfile.mkdtemp(prefix="slot-", dir=top))
-                running[_fork(slot, base, batch, wall_s)] = batch, slot
+                running[_fork(slot, base, batch, given.wall)] = batch, slot
             pid, status = os.wait()
             if pid not in running:
                 continue
             batch, slot = running.pop(pid)
             results, log = _read(slot)
-            for case, (_, played) in zip(batch, results, strict=False):
-                yield Result(case, played, [*forbidden(played, usual, most_cpu_s)])
+            for case, played in zip(batch, results, strict=False):
+                yield Result(case, played, [*forbidden(played, usual, given.cpu)])
             if left := batch[len(results) :]:
                 how = f"signal {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else "was ended"
                 yield Result(left[0], [], [f"{how} (hung, or used too much): {_place_in(log)}"])
@@ -123,38 +110,32 @@ def _fork(slot: Path, base: Path, batch: Sequence[Case], wall_s: float) -> int:
     """Play a batch in a child. A line of `slot`/results is a case; the child's last action is in `slot`/log."""
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
-    if pid:
+    if pid := os.fork():
         return pid
-    code = 1
-    try:
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for descriptor in (0, 1, 2):
-            os.dup2(nowhere, descriptor)
-        log = slot / "log"
-        with log.open("a", buffering=1) as told, (slot / "results").open("a", buffering=1) as results:
+    log = slot / "log"
+    with log.open("a", buffering=1) as told, (slot / "results").open("a", buffering=1) as results:
+        try:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for descriptor in (0, 1, 2):
+                os.dup2(nowhere, descriptor)
             for number, case in enumerate(batch):
                 told.truncate(0)
                 watch_over(log, wall_s)
                 where = slot / f"case-{number}"
                 where.mkdir()
                 played = play(base, where, case, lambda text: told.write(f"> {text}\n"))
-                results.write(json.dumps([number, [asdict(one) for one in played]]) + "\n")
+                results.write(json.dumps([asdict(one) for one in played]) + "\n")
                 shutil.rmtree(where, ignore_errors=True)
-        code = 0
-    except BaseException as error:  # noqa: BLE001 (the parent reads it)
-        with (slot / "log").open("a") as told:
+            os._exit(0)
+        except BaseException as error:  # noqa: BLE001 (the parent reads it)
             told.write(f"> the harness itself: {error!r}\n")
-    finally:
-        os._exit(code)
+        finally:
+            os._exit(1)
 
 
-def _read(slot: Path) -> tuple[list[tuple[int, list[Played]]], str]:
-    path = slot / "results"
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = [json.loads(line) for line in lines]
-    log = (slot / "log").read_text(errors="replace") if (slot / "log").exists() else ""
-    return [(number, [Played(**one) for one in played]) for number, played in found], log
+def _read(slot: Path) -> tuple[list[list[Played]], str]:
+    lines, log = ((slot / name).read_text(errors="replace") for name in ("results", "log"))
+    return [[Played(**one) for one in json.loads(line)] for line in lines.splitlines()], log
 
 
 def _in_child(work: Callable[[], object]) -> None:
@@ -210,58 +191,34 @@ def main() -> int:
     add("--first", type=int, default=0, help="number of the first (default: 0)")
     add("--seed", type=int, default=0, help="of which the cases are drawn (default: 0)")
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
-    add("--wall", type=float, default=WALL_S, help=f"seconds after which a case hangs (default: {WALL_S:g})")
-    add(
-        "--cpu",
-        type=float,
-        default=MOST_CPU_S,
-        help=f"seconds of the processor above the undamaged folder (default: {MOST_CPU_S:g})",
-    )
+    add("--wall", type=float, default=20.0, help="seconds after which a case hangs (default: 20)")
+    add("--cpu", type=float, default=2.0, help="seconds of the processor above the undamaged folder (default: 2)")
     add("--quick", action="store_true", help="one command of a case in place of two; draw with no model, train nothing")
     add("--only", default="", metavar="COMMAND", help="the cases of this command")
     add("--verbose", action="store_true", help="show every case")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and its children with it
     began, done, faults = time.monotonic(), 0, 0
-    table: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    most: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
-    numbers = range(given.first, given.first + given.cases)
-    for result in cases(numbers, given.seed, given.workers, given.wall, given.cpu, given.quick, given.only):
+    for result in cases(given):
         done += 1
         case = result.case
-        for one in result.played:
-            most[one.command] = max(most[one.command], (one.cpu_s, one.grown))
-        outcomes = {one.outcome for one in result.played} - {"FAULT"}
-        table[case.kind, case.damage].update(["FAULT"] if result.problems else outcomes)
         if result.problems:
             faults += 1
             again = f"python -m tests.fuzz.run_folders --seed {case.seed} --first {case.number} --cases 1"
             problems = "".join(f"  {one}\n" for one in result.problems)
-            _say(f"\nFAULT {case}\n{problems}  again: {again}")
+            _print(f"\nFAULT {case}\n{problems}  again: {again}")
         elif given.verbose:
-            shown = ", ".join(
-                f"{one.command} {one.outcome} {one.cpu_s:.2f} s {one.grown >> 20} MiB" for one in result.played
-            )
-            _say(f"{case}: {shown}")
+            outcomes = (f"{one.command} {one.outcome} {one.cpu_s:.2f} s {one.grown >> 20} MiB" for one in result.played)
+            _print(f"{case}: {', '.join(outcomes)}")
         if done % 500 == 0:
-            _say(f"-- {done} of {given.cases}, {faults} faults, {time.monotonic() - began:.0f} s")
-    _show(table)
-    for command, (cpu_s, grown) in sorted(most.items()):
-        _say(f"{command}: at most {cpu_s:.1f} s of the processor, which grew by {grown >> 20} MiB")
-    _say(f"{done} cases, {faults} faults, {time.monotonic() - began:.0f} s")
+            _print(f"-- {done} of {given.cases}, {faults} faults, {time.monotonic() - began:.0f} s")
+    _print(f"{done} cases, {faults} faults, {time.monotonic() - began:.0f} s")
     return int(faults > 0)
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
-
-
-def _show(table: dict[tuple[str, str], Counter[str]]) -> None:
-    outcomes = ("used", "refused", "failed", "not applicable", "FAULT")
-    _say(f"\n{'file':<36}{'damage':<18}" + "".join(f"{name:>16}" for name in outcomes))
-    for (kind, how), counts in sorted(table.items()):
-        _say(f"{kind:<36}{how:<18}" + "".join(f"{counts[name] or '':>16}" for name in outcomes))
 
 
 if __name__ == "__main__":

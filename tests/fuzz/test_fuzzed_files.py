@@ -6,8 +6,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -27,14 +25,12 @@ from omni_async.checkpoint.folders import write_manifest
 from omni_async.checkpoint.state import read_state, write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.cli import main
-from omni_async.commands.bench.measure import measure
 from omni_async.commands.bench.result import Overlap
 from omni_async.config import Config, load
-from omni_async.control.control_state import ControlState, LedgerState, Unfinished
+from omni_async.control.control_state import ControlState, Unfinished
 from omni_async.data.preferences import PreferencePairs
 from omni_async.data.prompts import load_prompts
 from omni_async.performance.profile import load_profile
-from omni_async.records.write.rundir import RunDirectory
 from omni_async.runtime.preflight.resume import find_resume_point
 from omni_async.types import Prompt, ReadyGroup, ReadySample, Score, VersionSpans
 from tests.fuzz.foreign import DEEP, TEXTS, altered, changed, few, listing, of, plain, refusal_or_nothing
@@ -47,14 +43,6 @@ from tests.support.job_world import PROFILE, write_emulated
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_emulated(tmp_path_factory.mktemp("fuzz"))
-
-
-@pytest.fixture(autouse=True)
-def same_path() -> Iterator[None]:
-    """Restores Python's path, on which the command line puts the working directory."""
-    before = list(sys.path)
-    yield
-    sys.path[:] = before
 
 
 @cache
@@ -122,7 +110,9 @@ def test_prompt_files(tmp_path, content, suffix):
     path.write_bytes(content)
     with refusal_or_nothing(tmp_path):
         prompts = load_prompts(str(path), "data.prompts", 1000)
-        assert prompts and msgspec.json.decode(msgspec.json.encode(prompts))
+        assert [prompt.index for prompt in prompts] == list(range(len(prompts))) != []
+        assert all(prompt.text.strip() and len(prompt.text) <= 1000 for prompt in prompts)
+        assert msgspec.json.decode(msgspec.json.encode(prompts))
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +138,7 @@ def test_preference_files(tmp_path, parquet, data):
 
 
 @few(60)
-@given(image=st.sampled_from(["../private.png", "/etc/passwd", *TEXTS]) | st.text(max_size=20) | st.binary(max_size=60))
+@given(image=st.sampled_from(["../private.png", "/etc/passwd"]) | st.text(max_size=20) | st.binary(max_size=60))
 def test_files_that_preference_files_name(tmp_path, image):
     folder = tmp_path / "data"
     folder.mkdir(exist_ok=True)
@@ -176,41 +166,6 @@ def test_profiles(tmp_path, data):
 # ---- files of runs, results of benchmarks ----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path, dict[str, bytes]]:
-    """Makes a whole emulated run: its configuration, folder and files."""
-    recipe = write_emulated(tmp_path_factory.mktemp("finished"))
-    overrides = ["emulation.time_scale=0.002", "trainer.updates=9", "staleness.max_updates=1"]
-    assert main(["train", str(recipe), *overrides]) == 0
-    (run,) = (recipe.parent / "runs").iterdir()
-    return load(recipe, overrides), run, {p.name: p.read_bytes() for p in run.iterdir() if p.suffix[:5] == ".json"}
-
-
-@few(40)
-@given(data=st.data())
-@example(data=None)
-def test_files_of_a_run(finished, data):
-    config, run, files = finished
-    for name, content in files.items():
-        (run / name).write_bytes(content)
-    if data is not None:
-        name = data.draw(st.sampled_from([*files]))
-        small = st.sampled_from([DEEP, b"", b"null\n", b"[]\n", b'{"update": "x"}\n'])
-        (run / name).write_bytes(data.draw(changed(files[name]) | small))
-    before, measured = listing(run), False
-    with refusal_or_nothing(run):
-        measured = measure(run, config).step_s > 0
-        assert measured
-    assert measured or data is not None
-    reopened = RunDirectory.reopen(run)
-    assert listing(run) == before, "until there is something to record"
-    reopened.take_over(config, 3, None)
-    reopened.release()
-    assert {name for name, content in listing(run).items() if before.get(name) != content} <= {
-        "metrics.jsonl", "metrics.jsonl.void", "config.yaml", "summary.json", "summary.json.void"
-    }  # fmt: skip
-
-
 @few(12)
 @given(data=st.data())
 def test_a_report_of_any_result(tmp_path, capsys, data):
@@ -220,9 +175,8 @@ def test_a_report_of_any_result(tmp_path, capsys, data):
     written = msgspec.json.encode(data.draw(of(Overlap)))
     (folder / "overlap.json").write_bytes(data.draw(st.just(written) | changed(written)))
     code = main(["bench", "overlap", str(folder), "--report", "--out", str(folder)])
-    said = capsys.readouterr()
-    assert code in (0, 1, 2) and "Traceback" not in said.err
-    assert len(said.err.splitlines()) == (code == 2)
+    errors = capsys.readouterr().err
+    assert code in (0, 1, 2) and "Traceback" not in errors and len(errors.splitlines()) == (code == 2)
     assert {name.split("/")[0] for name in listing(tmp_path)} == {"overlap"}
     assert set(listing(folder)) <= {"overlap.json", "overlap.md", "overlap.png"}
 
@@ -230,28 +184,26 @@ def test_a_report_of_any_result(tmp_path, capsys, data):
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def make_checkpoint(folder: Path, version: int, pipeline: str, ledger: LedgerState) -> None:
-    """Writes a checkpoint as an emulated run does: two groups unfinished, one ready with its trajectories."""
-    (folder / "tensors").mkdir(parents=True)
-    save_file({"model.x": np.zeros(4, np.float32)}, folder / "tensors" / "shard.safetensors")
-    samples = tuple(ReadySample(f"7/{n}", None, None, Score(0.5), VersionSpans.same(version, 2)) for n in range(2))
-    write_group(folder, 7, [np.zeros(3, np.uint8)] * 2)
-    ready = (ReadyGroup(7, Prompt(0, "x"), None, version, samples),)
-    control = ControlState(version, 9, 36, None, ledger, (Unfinished(5), Unfinished(6)), ready)
-    write_state(folder, State(control, pipeline, "flow_grpo"))
-    write_manifest(folder)
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
-    """Makes a run that was killed, with a checkpoint that stays intact and one that is changed."""
+    """Makes a run that was killed, with a checkpoint that stays intact and one that is changed.
+
+    Both have two unfinished groups and a ready one with its trajectories."""
     recipe = write_emulated(tmp_path_factory.mktemp("fuzz"))
     run = recipe.parent / "runs" / "emulated-20270101-000000"
     config = load(recipe, [f"checkpoint.resume={run}"])
     run.mkdir(parents=True)
     ledger = write_ledger(run, 4)[-1]
     for version in (1, 2):
-        make_checkpoint(run / "checkpoints" / folder_name(version), version, config.model.pipeline, ledger)
+        folder = run / "checkpoints" / folder_name(version)
+        (folder / "tensors").mkdir(parents=True)
+        save_file({"model.x": np.zeros(4, np.float32)}, folder / "tensors" / "shard.safetensors")
+        samples = tuple(ReadySample(f"7/{n}", None, None, Score(0.5), VersionSpans.same(version, 2)) for n in range(2))
+        write_group(folder, 7, [np.zeros(3, np.uint8)] * 2)
+        ready = (ReadyGroup(7, Prompt(0, "x"), None, version, samples),)
+        control = ControlState(version, 9, 36, None, ledger, (Unfinished(5), Unfinished(6)), ready)
+        write_state(folder, State(control, config.model.pipeline, "flow_grpo"))
+        write_manifest(folder)
     shutil.copytree(run / "checkpoints" / folder_name(2), recipe.parent / "whole")
     return config, run
 

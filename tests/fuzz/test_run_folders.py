@@ -19,20 +19,8 @@ def test_no_command_fails_on_a_damaged_run_folder(slice_of: Callable[[str, int, 
 
     With room for a machine that is slow or busy; the command alone holds cases to two seconds."""
     numbers = slice_of("damaged run folders", _ALL, _SOME)
-    words = [
-        "--quick",
-        "--workers",
-        "1",
-        "--wall",
-        "60",
-        "--cpu",
-        "6",
-        "--first",
-        str(numbers[0]),
-        "--cases",
-        str(len(numbers)),
-    ]
-    command = [sys.executable, "-m", "tests.fuzz.run_folders", *words]
+    options = f"--quick --workers 1 --wall 60 --cpu 6 --first {numbers[0]} --cases {len(numbers)}".split()
+    command = [sys.executable, "-m", "tests.fuzz.run_folders", *options]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     faults = [f"FAULT{rest}" for rest in ended.stdout.split("\nFAULT")[1:]]
     assert ended.returncode == 0, "\n".join(faults)[:20_000] or ended.stderr[-3000:]

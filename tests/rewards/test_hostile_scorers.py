@@ -27,7 +27,6 @@ from omni_async.rewards.panel import Panel
 from omni_async.rewards.registry import ScorerConfigError
 from omni_async.rewards.threads import Threads
 from omni_async.types import Answer, Prompt, Score
-from tests.config.encoders import ENCODERS
 from tests.config.recipe import MINIMAL, load_text
 from tests.support.images import as_media, score_all
 from tests.support.moved_clock import MovedLoop
@@ -244,9 +243,8 @@ class Judge:
 
 
 class Talker(Judge):
-    def __init__(self, api_key: str = "", copies: int = 1, how: str = "", page: bool = False) -> None:
-        said = ENCODERS[how](f"key:{api_key}") if how else f"{api_key} " * copies
-        self._said = "<html>" * 100_000 if page else f"header {said} was refused"
+    def __init__(self, api_key: str = "", copies: int = 1, page: bool = False) -> None:
+        self._said = "<html>" * 100_000 if page else f"header {f'{api_key} ' * copies} was refused"
 
 
 def config(scorer: str = "Judge", **params: object) -> schema.Scorer:
@@ -330,13 +328,6 @@ def test_nor_does_the_reason_of_a_failure(params, scorer, monkeypatch):
     for answer in asyncio.run(answers_of(LoadedReward.load(settings), settings)):
         assert isinstance(answer, Answer) and answer.error is not None
         assert "ConnectionError: " in answer.error and "***" in answer.error and "sk-42424242" not in answer.error
-
-
-@pytest.mark.parametrize("how", sorted(ENCODERS))
-def test_nor_in_any_form_that_libraries_give_them(how):
-    key = 'sk-42"42/42+q&é'
-    said = failure(config("Talker", api_key=key, how=how))
-    assert ENCODERS[how](f"key:{key}") not in said and key not in said and "***" in said
 
 
 @pytest.mark.parametrize("length", [8, 300, 5000])

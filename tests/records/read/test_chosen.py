@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -14,11 +15,10 @@ from omni_async.checkpoint import State, read_state
 from omni_async.checkpoint.contents import model_contents
 from omni_async.checkpoint.folders import write_manifest
 from omni_async.checkpoint.state import write_state
-from omni_async.checkpoint.statement import Statement, stated
+from omni_async.checkpoint.statement import stated
 from omni_async.config import ConfigError, load, resolved_yaml
 from omni_async.control.control_state import ControlState
 from omni_async.records.read.chosen import choose
-from omni_async.records.write.rundir import RunDirectory
 from tests.runtime.preflight.test_resume import checkpoint_of
 from tests.runtime.runtime_world import write_world
 
@@ -28,13 +28,9 @@ VERSIONS = (20, 40, 60)
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run of three checkpoints without tensors, whose second validated best."""
-    return write_run(tmp_path)
-
-
-def write_run(folder: Path, **sections: object) -> Path:
-    validation = {"every": 20, "prompts": str(folder / "prompts.txt")}
-    config = write_world(folder, trainer={"updates": 60}, validation=validation, **sections)
-    run = folder / "run"
+    validation = {"every": 20, "prompts": str(tmp_path / "prompts.txt")}
+    config = write_world(tmp_path, trainer={"updates": 60}, validation=validation)
+    run = tmp_path / "run"
     for version in VERSIONS:
         (run / "checkpoints").mkdir(parents=True, exist_ok=True)
         control, statement = ControlState(version=version), stated(config, {})
@@ -50,29 +46,21 @@ def rounds(run: Path, rewards: dict[int, float | None]) -> None:
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-@pytest.mark.parametrize(
-    ("which", "version", "reward"), [(None, 60, 0.7), ("last", 60, 0.7), ("best", 40, 0.9), ("20", 20, 0.5)]
-)
-def test_a_run_and_a_word_mean_one_checkpoint(run: Path, which: str | None, version: int, reward: float) -> None:
-    found = choose(run, which)
-    assert found.folder == run / "checkpoints" / f"update-{version:06d}"
-    assert (found.version, found.reward) == (version, reward)
-    assert found.base == run.parent / "model" and found.components == ("transformer",)
-    assert found.run.path == run and found.config.trainer.updates == 60
-
-
-def test_a_checkpoint_folder_means_itself_from_wherever_it_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_and_a_word_mean_one_checkpoint(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for which, version, reward in ((None, 60, 0.7), ("last", 60, 0.7), ("best", 40, 0.9), ("20", 20, 0.5)):
+        found = choose(run, which)
+        assert found.folder == run / "checkpoints" / f"update-{version:06d}"
+        assert (found.version, found.reward) == (version, reward)
+        assert found.base == run.parent / "model" and found.components == ("transformer",)
+        assert found.run.path == run and found.config.trainer.updates == 60
     monkeypatch.chdir(run / "checkpoints")
     found = choose(Path("update-000020"))
     assert (found.version, found.reward, found.run.path) == (20, 0.5, run)
 
 
-def test_the_last_one_says_that_another_is_better(run: Path) -> None:
+def test_notes_name_a_better_checkpoint_and_a_better_round_without_one(run: Path) -> None:
     assert choose(run).notes == ("update 40 has the best validation reward, 0.9 (this one: 0.7): --which best",)
     assert choose(run, "best").notes == ()
-
-
-def test_a_better_round_without_a_checkpoint_is_said(run: Path) -> None:
     rounds(run, {0: 0.95, 20: 0.5, 40: 0.9})
     found = choose(run, "best")
     assert found.version == 40
@@ -81,11 +69,17 @@ def test_a_better_round_without_a_checkpoint_is_said(run: Path) -> None:
     )
 
 
-def test_a_round_that_began_at_a_newer_version_counts_for_the_checkpoint_that_made_it_due(run: Path) -> None:
-    rounds(run, {20: 0.5, 42: 0.9, 60: 0.7})
-    assert choose(run, "best").version == 40
-    rounds(run, {20: 0.5, 43: 0.9, 60: 0.7})  # beyond the staleness budget of 2: no round of update 40
-    assert choose(run, "best").version == 60
+@pytest.mark.parametrize(
+    ("rewards", "best"),
+    [
+        ({20: 0.5, 42: 0.9, 60: 0.7}, 40),  # a round of update 40 that began within the staleness budget of 2
+        ({20: 0.5, 43: 0.9, 60: 0.7}, 60),
+        ({20: 0.5, 40: None}, 20),
+    ],
+)
+def test_which_round_counts_for_a_checkpoint(run: Path, rewards: dict[int, float | None], best: int) -> None:
+    rounds(run, rewards)
+    assert choose(run, "best").version == best
 
 
 def test_a_mean_over_fewer_samples_is_not_the_best_and_what_is_compared_is_said(run: Path) -> None:
@@ -127,10 +121,10 @@ def test_of_a_run_recorded_before_a_round_with_far_fewer_samples_is_not_the_best
         choose(run, "best")
 
 
-def test_rounds_without_a_reward_count_for_nothing(run: Path) -> None:
-    rounds(run, {20: 0.5, 40: None})
-    assert choose(run, "best").version == 20
-    assert choose(run, "40").reward is None
+def restate(folder: Path, **fields: Any) -> None:
+    write_state(folder, replace(read_state(folder), **fields))
+    (folder / "manifest.json").unlink()
+    write_manifest(folder)
 
 
 Damage = Callable[[Path], None]
@@ -145,25 +139,21 @@ def half_written(run: Path) -> None:
     (run / "checkpoints/update-000060/manifest.json").unlink()
 
 
-def older_format(run: Path) -> None:
-    folder = run / "checkpoints/update-000060"
-    write_state(folder, replace(read_state(folder), format=1))
-    (folder / "manifest.json").unlink()
-    write_manifest(folder)
-
-
-def other_model(run: Path) -> None:
-    folder = run / "checkpoints/update-000060"
-    write_state(folder, replace(read_state(folder), pipeline="flux"))
-    (folder / "manifest.json").unlink()
-    write_manifest(folder)
-
-
 def emulated(run: Path) -> None:
-    folder = run / "checkpoints/update-000060"
-    write_state(folder, replace(read_state(folder), engine={}))
-    (folder / "manifest.json").unlink()
-    write_manifest(folder)
+    """Lets the run be of emulated devices, without checkpoints."""
+    text = (run / "config.yaml").read_text().replace("emulation: null", "emulation: {profile: qwen_image_lora_h800}")
+    (run / "config.yaml").write_text(text)
+    shutil.rmtree(run / "checkpoints")
+
+
+def changed(**fields: object) -> Damage:
+    """Returns a damage that states other fields, in a checkpoint that is otherwise whole."""
+
+    def damage(run: Path) -> None:
+        folder = run / "checkpoints/update-000060"
+        restate(folder, **fields)
+
+    return damage
 
 
 @pytest.mark.parametrize(
@@ -171,12 +161,13 @@ def emulated(run: Path) -> None:
     [
         (cut_off, "state.json has"),
         (half_written, "it has no manifest.json; .* has others: update-000040, update-000020"),
-        (older_format, "has format 1, this version reads"),
-        (other_model, "its model.pipeline is 'flux', config.yaml's is 'qwen_image'"),
-        (emulated, "no trained weights, because its devices were emulated"),
+        (changed(format=1), "has format 1, this version reads"),
+        (changed(pipeline="flux"), "its model.pipeline is 'flux', config.yaml's is 'qwen_image'"),
+        (changed(engine={}), "no trained weights, because its devices were emulated"),
         (lambda run: shutil.rmtree(run.parent / "model"), "there is no folder .*model"),
         (lambda run: shutil.rmtree(run / "checkpoints"), "it has no checkpoint yet"),
         (lambda run: (run / "config.yaml").write_text("a: 1"), "config.yaml: .*unknown key"),
+        (emulated, "run: its devices were emulated"),
     ],
 )
 def test_what_is_damaged_or_missing_is_one_line(run: Path, damage: Damage, says: str) -> None:
@@ -186,64 +177,41 @@ def test_what_is_damaged_or_missing_is_one_line(run: Path, damage: Damage, says:
     assert "\n" not in str(refused.value)
 
 
-def test_numbers_that_are_not_there_are_told_those_that_are(run: Path) -> None:
-    with pytest.raises(ConfigError, match="no checkpoint of that update; it has 20, 40, 60"):
-        choose(run, "30")
-    with pytest.raises(ConfigError, match="expected best, last or an update, got 'bset'"):
-        choose(run, "bset")
-    with pytest.raises(ConfigError, match=r"update-000020 is one checkpoint; name its run"):
-        choose(run / "checkpoints/update-000020", "best")
+def test_words_and_folders_that_name_no_checkpoint_are_refused(run: Path, tmp_path: Path) -> None:
+    alone = shutil.copytree(run / "checkpoints/update-000020", tmp_path / "update-000020")
+    for folder, which, says in (
+        (run, "30", "no checkpoint of that update; it has 20, 40, 60"),
+        (run, "bset", "expected best, last or an update, got 'bset'"),
+        (run / "checkpoints/update-000020", "best", "update-000020 is one checkpoint; name its run"),
+        (tmp_path / "nowhere", None, "there is no such folder"),
+        (run / "config.yaml", None, "is not a folder"),
+        (tmp_path, None, "neither a run folder"),
+        (alone, None, "config.yaml is missing, which describes the checkpoint"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            choose(folder, which)
     (run / "metrics.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"has a validation reward; use last"):
         choose(run, "best")
 
 
-def test_folders_that_are_neither_are_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no such folder"):
-        choose(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="is not a folder"):
-        choose(run / "config.yaml")
-    with pytest.raises(ConfigError, match="neither a run folder"):
-        choose(tmp_path)
-    alone = shutil.copytree(run / "checkpoints/update-000020", tmp_path / "update-000020")
-    with pytest.raises(ConfigError, match=r"config.yaml is missing, which describes the checkpoint"):
-        choose(alone)
-
-
-def test_a_base_model_that_was_moved_can_be_named(run: Path, tmp_path: Path) -> None:
-    moved = (run.parent / "model").rename(tmp_path / "elsewhere: a model")
-    assert choose(run, base=moved).base == moved
-
-
-def restated(folder: Path, statement: Statement) -> None:
-    write_state(folder, replace(read_state(folder), statement=statement))
-    (folder / "manifest.json").unlink()
-    write_manifest(folder)
-
-
 def test_a_base_model_is_found_by_its_content_where_a_later_attempt_names_it(run: Path, tmp_path: Path) -> None:
     folder, model = run / "checkpoints" / "update-000020", run.parent / "model"
-    restated(folder, stated(load(run / "config.yaml"), model_contents(model)))
-    moved = model.rename(tmp_path / "elsewhere")
+    restate(folder, statement=stated(load(run / "config.yaml"), model_contents(model)))
+    moved = model.rename(tmp_path / "elsewhere: a model")
     with pytest.raises(ConfigError, match="there is no folder"):
         choose(folder)
+    assert choose(run, base=moved).base == moved
     text = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(text.replace(str(model), str(moved)))
+    (run / "config.yaml").write_text(text.replace(str(model), f"'{moved}'"))
     assert choose(folder).base == moved == Path(choose(folder).config.model.path)
     (moved / "transformer" / "config.json").write_text('{"num_attention_heads": 8}')
-    with pytest.raises(ConfigError, match=r"elsewhere/transformer: it is another base model than update-000020 was"):
+    with pytest.raises(ConfigError, match=r"a model/transformer: it is another base model than update-000020 was"):
         choose(folder)
 
 
 def test_a_checkpoint_s_recipe_counts_and_not_that_of_a_later_attempt(run: Path) -> None:
     folder, config = run / "checkpoints" / "update-000020", load(run / "config.yaml")
     former = replace(config, run=replace(config.run, seed=77))
-    restated(folder, stated(former, {}))
+    restate(folder, statement=stated(former, {}))
     assert choose(folder).config == former and choose(run, "40").config == config
-
-
-def test_a_run_of_emulated_devices_has_no_weights(tmp_path: Path) -> None:
-    run = write_run(tmp_path, emulation={"profile": "qwen_image_lora_h800"})
-    with pytest.raises(ConfigError, match="its devices were emulated"):
-        choose(run)
-    assert RunDirectory(run).config_yaml.is_file()

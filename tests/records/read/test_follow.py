@@ -44,10 +44,13 @@ def test_what_a_run_adds_is_found_and_nothing_is_read_twice(tmp_path: Path) -> N
     changes = follower.changes
     assert polled(follower).changes == changes
     MadeRun(groups=110, first=40).write(tmp_path)
-    polled(follower)
-    assert (len(follower.updates), len(follower.rounds), len(follower.ended)) == (11, 1, 110)
+    ended = polled(follower).ended
+    assert (len(follower.updates), len(follower.rounds), len(ended)) == (11, 1, 110)
     assert len(follower.spans) == len(read_records(run.spans, Span))
     assert follower.changes > changes and follower.lines_cut == 0
+    prompts = [int(prompt) for prompt in ended.all()["prompt"]]
+    assert prompts[3] == prompts[100] and ended.next_of(prompts[3], 3) == 100
+    assert ended.next_of(prompts[3], 100) is None and ended.next_of(10**6, 0) is None
 
 
 def test_a_line_that_is_cut_off_waits_for_its_rest(tmp_path: Path) -> None:
@@ -100,13 +103,9 @@ def test_the_end_of_a_large_file_is_read_first_and_then_all_of_it_once(
         more.write(b"001000\n")
     assert file.changed() and not file.was_rewritten()
     assert [block.lines for block in file.blocks()] == [[b"001000\n"]]
-
-
-def test_a_line_longer_than_a_block_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_files, "_BLOCK", 16)
-    path = tmp_path / "lines"
     path.write_bytes(b"a" * 1000 + b"\nb\n")
-    assert b"".join(line for block in GrowingFile(path).blocks() for line in block.lines) == path.read_bytes()
+    lines = [line for block in GrowingFile(path).blocks() for line in block.lines]
+    assert b"".join(lines) == path.read_bytes(), "a line longer than a block"
 
 
 def test_the_timeline_takes_the_place_of_the_spans_when_the_run_is_over(tmp_path: Path) -> None:
@@ -149,15 +148,13 @@ def test_a_timeline_without_ends_of_events_is_not_read_whole(tmp_path: Path, mon
     monkeypatch.setattr("omni_async.records.read.trace_file._LONGEST", 2**18)
     run = MadeRun(groups=3).write(tmp_path, over=True)
     text = run.trace.read_bytes()
-    run.trace.write_bytes(text.replace(b"[", b'[{"ph":"X","name":"' + b"x" * 2**20, 1))
-    with pytest.raises(NotATrace):
-        list(trace_spans(run.trace))
-    run.trace.write_bytes(text.replace(b'"name":"', b'"name":"' + b"x" * 2**20, 1))
-    with pytest.raises(NotATrace, match="an event that no run writes"):
-        list(trace_spans(run.trace))
+    for before, after in ((b"[", b'[{"ph":"X","name":"'), (b'"name":"', b'"name":"')):
+        run.trace.write_bytes(text.replace(before, after + b"x" * 2**20, 1))
+        with pytest.raises(NotATrace):
+            list(trace_spans(run.trace))
 
 
-def test_a_timeline_that_cannot_be_read_is_said_until_another_takes_its_place(tmp_path: Path) -> None:
+def test_a_timeline_that_cannot_be_read_is_reported_until_another_takes_its_place(tmp_path: Path) -> None:
     run = MadeRun(groups=3).write(tmp_path, over=True)
     whole = run.trace.read_bytes()
     nested = b'{"ph":"X","name":"generate","pid":1,"more":' + b"[" * 5000 + b"]" * 5000 + b"}"
@@ -166,19 +163,8 @@ def test_a_timeline_that_cannot_be_read_is_said_until_another_takes_its_place(tm
     assert follower.problem is not None and "cannot be read" in follower.problem
     run.trace.write_bytes(whole)
     assert polled(follower).problem is None and len(follower.spans) > 0
-
-
-def test_an_empty_timeline_has_no_spans(tmp_path: Path) -> None:
-    run = MadeRun(groups=0).write(tmp_path, over=True)
-    assert [one for placed in trace_spans(run.trace) for one in placed] == []
-
-
-def test_the_next_group_of_a_prompt_is_found(tmp_path: Path) -> None:
-    MadeRun(groups=200).write(tmp_path)
-    ended = polled(Follower(tmp_path)).ended
-    prompts = [int(prompt) for prompt in ended.all()["prompt"]]
-    assert prompts[3] == prompts[100] and ended.next_of(prompts[3], 3) == 100
-    assert ended.next_of(prompts[3], 199) is None and ended.next_of(10**6, 0) is None
+    empty = MadeRun(groups=0).write(tmp_path / "empty", over=True)
+    assert [one for placed in trace_spans(empty.trace) for one in placed] == []
 
 
 def test_small_files_and_sample_tables_are_noticed_when_they_come_and_go(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import shlex
 import sys
 from pathlib import Path
 
-import pytest
-
 from omni_async import cli
 from omni_async.records.read.next_steps import next_steps, program_as_typed
 from omni_async.records.write.rundir import RunDirectory
@@ -31,29 +29,18 @@ def said(run: RunDirectory) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines]
 
 
-def test_a_run_with_weights_is_reported_sampled_and_exported_as_it_stands_in_a_shell(tmp_path, monkeypatch):
+def test_next_steps_of_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run = left(tmp_path / "my runs" / "it's-20260101-120000")
     folder = "my runs/it's-20260101-120000"
-    assert said(run) == [
+    words = said(left(tmp_path / folder))
+    assert words == [
         ["omni-async", "report", folder],
         ["omni-async", "sample", folder, "--out", "drawn/it's-20260101-120000"],
         ["omni-async", "export", folder, "--out", "exported/it's-20260101-120000"],
     ]
-
-
-@pytest.mark.parametrize("command", ["report", "sample", "export"])
-def test_what_is_said_is_what_the_program_takes(tmp_path, command):
-    [words] = [words for _, *words in said(left(tmp_path / "run")) if words[0] == command]
-    assert cli._parse(words).command == command
-
-
-@pytest.mark.parametrize("checkpoint", [None, "groups"])
-def test_what_has_no_weights_is_only_reported(tmp_path, checkpoint):
-    assert [words[1] for words in said(left(tmp_path / "run", checkpoint=checkpoint))] == ["report"]
-
-
-def test_of_a_run_without_an_update_nothing_is_said(tmp_path):
+    assert [cli._parse(rest).command for _, *rest in words] == ["report", "sample", "export"]
+    for n, checkpoint in enumerate([None, "groups"]):  # no weights
+        assert [words[1] for words in said(left(tmp_path / f"run-{n}", checkpoint=checkpoint))] == ["report"]
     assert said(left(tmp_path / "run", updates=0)) == []
 
 

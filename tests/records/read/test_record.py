@@ -28,6 +28,9 @@ def entry(group: int) -> LedgerEntry:
     return LedgerEntry("made", group, 0, "trained", None, 0, 1, 0, (0, 0), 1, 0.5)
 
 
+SPANS = [Span("rollout-0", "generate", 1000.0, 1001.0, {"sample": "g0.s0"}), Span("trainer", "train", 1001, 1002)]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The folder of a run that was killed after two updates and one validation round."""
@@ -39,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
         append_jsonl(run.metrics, record)
     for group in range(3):
         append_jsonl(run.ledger, entry(group))
-    append_jsonl(run.spans, Span("rollout-0", "generate", 1000.0, 1001.0, {"sample": "g0.s0"}))
+    append_jsonl(run.spans, SPANS[0])
     return made
 
 
@@ -49,52 +52,32 @@ def test_a_killed_run_has_its_updates_rounds_endings_and_spans(folder):
     assert [one["update"] for one in run.updates] == [1, 2]
     assert run.rounds == [{"update": 0, "validation/reward": 0.25}]
     assert run.ledger == [entry(group) for group in range(3)]
-    assert run.spans() == [Span("rollout-0", "generate", 1000.0, 1001.0, {"sample": "g0.s0"})]
+    assert run.spans() == SPANS[:1]
     assert run.setting("rollout.sde.kind") == "cps"
     assert run.setting("rollout.sde.nothing", 7) == run.setting("staleness.max_updates.deeper", 7) == 7
-    assert (run.faults, run.attempts, run.checkpoints, run.grids, run.profile, run.left_out) == (
-        [],
-        [],
-        {},
-        [],
-        None,
-        {},
-    )
+    assert not any((run.faults, run.attempts, run.checkpoints, run.grids, run.profile, run.left_out))
 
 
-def test_a_folder_that_a_process_has_is_of_a_running_run(folder):
+def test_the_status_of_a_run(folder):
     held = RunDirectory.reopen(folder)
     assert read_run(folder).status == "running"
     held.release()
-    assert read_run(folder).status == "killed"
-
-
-@pytest.mark.parametrize("status", ["done", "interrupted", "failed"])
-def test_a_run_that_ended_has_the_status_and_the_reason_of_its_summary(folder, status):
-    reason = None if status == "done" else "the trainer is gone"
-    write_summary(folder / "summary.json", make_summary(status=status, reason=reason))
-    run = read_run(folder)
-    assert (run.status, run.reason) == (status, reason)
-
-
-def test_without_a_summary_the_line_of_the_last_attempt_says_how_it_ended_unless_a_later_one_was_killed(folder):
     attempt = {"began": 990.0, "status": "failed", "reason": "no room", "from_update": 0, "to_update": 2, "wall_s": 9.0}
     append_jsonl(folder / "attempts.jsonl", {**attempt, "ended": 1011.0})
     assert (read_run(folder).status, read_run(folder).reason) == ("failed", "no room")
     append_jsonl(folder / "metrics.jsonl", line(update=3, finished=2000.0))
-    assert read_run(folder).status == "killed"
+    assert read_run(folder).status == "killed", "a later attempt left no line"
+    for status, reason in (("done", None), ("interrupted", "the trainer is gone"), ("failed", "the trainer is gone")):
+        write_summary(folder / "summary.json", make_summary(status=status, reason=reason))
+        assert (read_run(folder).status, read_run(folder).reason) == (status, reason)
 
 
 def test_a_cut_off_last_line_is_nothing_and_a_damaged_one_is_counted(folder):
-    with (folder / "ledger.jsonl").open("ab") as file:
-        file.write(b'{"run": "made", "gro')
-    assert (len(read_run(folder).ledger), read_run(folder).left_out) == (3, {})
-    with (folder / "ledger.jsonl").open("ab") as file:
-        file.write(b"\n[1]\n")
-    assert (len(read_run(folder).ledger), read_run(folder).left_out) == (
-        3,
-        {"ledger.jsonl": "2 lines cannot be read, the first is line 4"},
-    )
+    damaged = {"ledger.jsonl": "2 lines cannot be read, the first is line 4"}
+    for added, left_out in ((b'{"run": "made", "gro', {}), (b"\n[1]\n", damaged)):
+        with (folder / "ledger.jsonl").open("ab") as file:
+            file.write(added)
+        assert (len(read_run(folder).ledger), read_run(folder).left_out) == (3, left_out)
 
 
 def test_what_another_version_wrote_is_left_out_and_said(folder):
@@ -108,10 +91,9 @@ def test_what_another_version_wrote_is_left_out_and_said(folder):
 
 
 def test_the_spans_of_a_run_that_ended_are_its_timeline_s(folder):
-    spans = [Span("rollout-0", "generate", 1000.0, 1001.0, {"sample": "g0.s0"}), Span("trainer", "train", 1001, 1002)]
-    write_trace(folder / "trace.json", spans)
+    write_trace(folder / "trace.json", SPANS)
     (folder / "spans.jsonl").unlink()
-    assert read_run(folder).spans() == spans
+    assert read_run(folder).spans() == SPANS
 
 
 def test_samples_are_read_by_kind_and_version_and_their_files_lie_in_the_folder(folder):

@@ -43,8 +43,7 @@ def test_a_window_has_the_spans_that_touch_it_on_its_lanes_and_none_else() -> No
 def test_spans_that_overlap_are_on_different_tracks() -> None:
     rng = random.Random(1)
     spans = [("rollout-0", "generate", at := rng.uniform(0, 50), at + rng.uniform(0, 5)) for _ in range(300)]
-    store = store_of(*spans)
-    boxes = store.window(-1, 100, 0, 1, 10, 1000).boxes
+    boxes = store_of(*spans).window(-1, 100, 0, 1, 10, 1000).boxes
     assert boxes is not None and len(boxes) == 300
     for track in np.unique(boxes["track"]):
         own = np.sort(boxes[boxes["track"] == track], order="start")
@@ -56,33 +55,31 @@ def test_spans_that_overlap_are_on_different_tracks() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_shares_of_columns_are_those_of_the_union_of_the_spans(seed: int) -> None:
     rng = random.Random(seed)
-    spans = [
-        (f"rollout-{rng.randrange(3)}", "generate", at := rng.uniform(0, 100), at + rng.expovariate(0.5))
-        for _ in range(200)
-    ]
-    store = store_of(*spans)
+    times = [(rng.randrange(3), at := rng.uniform(0, 100), at + rng.expovariate(0.5)) for _ in range(200)]
+    store = store_of(*((f"rollout-{n}", "generate", start, end) for n, start, end in times))
     window = store.window(10.0, 90.0, 0, 3, 37, 10)
     assert window.boxes is None and window.busy is not None and window.waits is not None
     for lane in range(3):
-        own = union((start, end) for actor, _, start, end in spans if actor == f"rollout-{lane}")
+        own = union((start, end) for n, start, end in times if n == lane)
         for column in range(37):
             begin = 10.0 + column * 80 / 37
             share = length(clip(own, begin, begin + 80 / 37)) / (80 / 37)
             assert window.busy[lane, column] == pytest.approx(255 * share, abs=1.01)
     assert not window.waits.any()
-
-
-def test_waits_are_shares_of_their_own() -> None:
     store = store_of(("trainer", "train", 0.0, 1.0), ("trainer", "starved", 1.0, 4.0), ("trainer", "outage", 1.0, 2.0))
     window = store.window(0.0, 4.0, 0, 1, 4, 0)
     assert window.busy is not None and window.waits is not None
-    assert window.busy.tolist() == [[255, 0, 0, 0]]
-    assert window.waits.tolist() == [[0, 255, 255, 255]]
+    assert (window.busy.tolist(), window.waits.tolist()) == ([[255, 0, 0, 0]], [[0, 255, 255, 255]])
+
+
+def spans_of_group(spans: list[tuple[str, str, float, float, Facts]], *group: int) -> list[int]:
+    store = SpanStore()
+    store.add(Placed(SpanLine(*span), number, 1) for number, span in enumerate(spans))
+    return [place.offset for place in store.of_group(*group)]
 
 
 def test_the_spans_of_a_group_are_its_samples_its_training_and_the_calls_that_scored_its_prompt_meanwhile() -> None:
-    store = SpanStore()
-    args = [
+    trained = [
         ("rollout-0", "generate", 0.0, 1.0, Facts(sample="g12.s0")),
         ("rollout-0", "generate", 0.0, 1.2, Facts(sample="g121.s0")),
         ("rollout-0", "generate", 0.0, 1.2, Facts(sample="v12.p0.s0")),
@@ -92,24 +89,17 @@ def test_the_spans_of_a_group_are_its_samples_its_training_and_the_calls_that_sc
         ("trainer", "train", 2.0, 2.5, Facts(group=12)),
         ("reward-0", "score", 2.6, 2.7, Facts(prompts=(4,))),  # of a later group of its prompt
     ]
-    store.add(Placed(SpanLine(*span), number, 1) for number, span in enumerate(args))
-    assert [place.offset for place in store.of_group(12, 4)] == [0, 4, 6]
-    assert [place.actor for place in store.of_group(12, 4)] == ["rollout-0", "reward-0", "trainer"]
-    assert store.of_group(13, 4) == []
-
-
-def test_a_group_that_was_not_trained_has_no_calls_of_the_next_one_of_its_prompt() -> None:
-    store = SpanStore()
-    args = [
+    assert spans_of_group(trained, 12, 4) == [0, 4, 6]
+    assert spans_of_group(trained, 13, 4) == []
+    rejected = [
         ("rollout-0", "generate", 0.0, 1.0, Facts(sample="g12.s0")),
         ("reward-0", "score", 1.3, 1.4, Facts(prompts=(4,))),
         ("rollout-0", "generate", 2.0, 3.0, Facts(sample="g20.s0")),
         ("reward-0", "score", 3.3, 3.4, Facts(prompts=(4,))),
     ]
-    store.add(Placed(SpanLine(*span), number, 1) for number, span in enumerate(args))
-    assert [place.offset for place in store.of_group(12, 4, later=20)] == [0, 1]
-    assert [place.offset for place in store.of_group(12, 4)] == [0, 1, 3]
-    assert [place.offset for place in store.of_group(20, 4)] == [2, 3]
+    assert spans_of_group(rejected, 12, 4, 20) == [0, 1], "none of the next group of its prompt"
+    assert spans_of_group(rejected, 12, 4) == [0, 1, 3]
+    assert spans_of_group(rejected, 20, 4) == [2, 3]
 
 
 def test_a_window_over_many_chunks_has_the_spans_of_one_over_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +109,7 @@ def test_a_window_over_many_chunks_has_the_spans_of_one_over_all_of_them(monkeyp
     monkeypatch.setattr("omni_async.records.read.rows._CHUNK", 7)
     chunked = store_of(*spans)
     for start, end in ((0.0, 50.0), (11.0, 12.0), (39.0, 45.0), (-9.0, -1.0), (17.3, 17.4)):
-        one, other = (store.window(start, end, 0, 3, 20, 1000).boxes for store in (whole, chunked))
-        assert one is not None and other is not None and one.tolist() == other.tolist()
-        shares = [store.window(start, end, 0, 3, 20, -1).busy for store in (whole, chunked)]
-        assert shares[0] is not None and shares[1] is not None and (shares[0] == shares[1]).all()
+        boxes = [store.window(start, end, 0, 3, 20, 1000).boxes for store in (whole, chunked)]
+        busy = [store.window(start, end, 0, 3, 20, -1).busy for store in (whole, chunked)]
+        np.testing.assert_array_equal(*boxes)
+        np.testing.assert_array_equal(*busy)

@@ -63,9 +63,8 @@ def test_a_reader_that_goes_away_does_not_end_the_run() -> None:
     read, write = os.pipe()
     os.close(read)
     stream = os.fdopen(write, "w")
-    console = for_stream(stream, 2)
-    console.update({"update": 1})
-    console.update({"update": 2})
+    for update in (1, 2):
+        for_stream(stream, 2).update({"update": update})
     with contextlib.suppress(BrokenPipeError):
         stream.close()
 
@@ -102,58 +101,48 @@ def test_the_time_left_is_that_at_this_attempts_pace() -> None:
     console.close()
 
 
-def test_the_last_words_say_the_same_numbers_as_the_rounds_did() -> None:
+def test_the_last_words_have_the_numbers_of_the_rounds() -> None:
     first = ValidationPoint(0, 0.253, {"ocr_exact": 0.278, "old": 1.0})
     last = ValidationPoint(100, 0.9, {"ocr_exact": 0.956})
-    said = "validation of versions 0 to 100 (3 rounds): reward 0.253 -> 0.900, ocr_exact 0.278 -> 0.956"
-    assert validation_lines([first, ValidationPoint(50, 0.5, {}), last], None) == [said]
-    said = "validation of version 100: reward 0.900, ocr_exact 0.956"
-    assert validation_lines([last], None) == [validated(last)] == [said]
+    both = "validation of versions 0 to 100 (3 rounds): reward 0.253 -> 0.900, ocr_exact 0.278 -> 0.956"
+    assert validation_lines([first, ValidationPoint(50, 0.5, {}), last], None) == [both]
+    only = "validation of version 100: reward 0.900, ocr_exact 0.956"
+    assert validation_lines([last], None) == [validated(last)] == [only]
 
-
-def test_rounds_over_other_samples_are_not_compared_by_their_means() -> None:
     first = ValidationPoint(0, 0.5, {}, 2, 2)
     last = ValidationPoint(4, 1.0, {}, 1, 2, {"no face found": 1})
     left_out = "1 of 2 samples not scored: no face found; it cannot be the best"
     assert validated(last) == f"validation of version 4: reward 1.000; {left_out}"
-    change = Change(0, 4, {"reward": (1.0, 1.0)}, 1, 2)
     title = "validation of versions 0 to 4 (2 rounds)"
-    assert validation_lines([first, last], change) == [
+    assert validation_lines([first, last], Change(0, 4, {"reward": (1.0, 1.0)}, 1, 2)) == [
         f"{title}: reward 1.000 -> 1.000 over the 1 of 2 samples that both have scored",
         f"  version 4: {left_out}",
     ]
-    title, *both = validation_lines([first, last], None)
-    assert "not comparable" in title and both == [validated(first), validated(last)]
+    title, *each = validation_lines([first, last], None)
+    assert "not comparable" in title and each == [validated(first), validated(last)]
     empty = ValidationPoint(9, None, {}, 0, 2, {"no face found": 2})
-    assert validation_lines([empty], None) == [validated(empty)]
     assert "no reward; 2 of 2 samples not scored" in validated(empty)
 
 
 def test_groups_that_were_not_trained_are_counted_by_how_they_ended() -> None:
     counts = {"admitted": 5, "trained": 3, "rejected": 0, "dropped": 2, "live": 0}
     dropped = {"generation failed 3 times: 3608 tokens": 1, "generation failed 2 times: 3608 tokens": 1}
-    said = ["2 of 5 groups were dropped: generation failed: 3608 tokens"]
-    assert groups_left_out(counts, {}, dropped) == said
-    assert groups_left_out(counts, dropped, None) == said, "recorded before: all reasons together"
-    both = counts | {"trained": 2, "rejected": 1}
-    equal = {"zero reward variance": 1}
-    assert groups_left_out(both, equal, dropped) == ["1 of 5 groups was rejected: zero reward variance", *said]
+    lines = ["2 of 5 groups were dropped: generation failed: 3608 tokens"]
+    assert groups_left_out(counts, {}, dropped) == lines
+    assert groups_left_out(counts, dropped, None) == lines, "recorded before: all reasons together"
+    both, equal = counts | {"trained": 2, "rejected": 1}, {"zero reward variance": 1}
+    assert groups_left_out(both, equal, dropped) == ["1 of 5 groups was rejected: zero reward variance", *lines]
     unknown = groups_left_out(both, equal | dropped, None)
     assert unknown[:2] == ["1 of 5 groups was rejected", "2 of 5 groups were dropped"] and "because" in unknown[2]
     once_more = groups_left_out(both, equal | {"x": 4}, equal)  # recorded before, then resumed
     assert once_more[-1].endswith("x (4), zero reward variance (2)")
-    assert groups_left_out(both, {}, {}) == ["1 of 5 groups was rejected", "2 of 5 groups were dropped"]
     assert groups_left_out(counts | {"dropped": 0}, {}, {}) == []
 
 
 def test_ages_and_seconds_in_words() -> None:
-    ages = {
-        staleness(1.25, {1: 3, 2: 1}): "1.2 updates on average: 3 groups are 1 update old, 1 is 2",
-        staleness(0.0, {0: 4}): "0.0 updates on average: 4 groups are 0 updates old",
-        staleness(1.0, {0: 1, 1: 2, 2: 1}): "1.0 updates on average: 1 group is 0 updates old, 2 are 1, 1 is 2",
-        staleness(0.5, {}): "0.5 updates on average",
-    }
-    assert [*ages] == [*ages.values()]
+    assert staleness(0.0, {0: 4}) == "0.0 updates on average: 4 groups are 0 updates old"
+    assert staleness(1.25, {1: 3, 2: 1}) == "1.2 updates on average: 3 groups are 1 update old, 1 is 2"
+    assert staleness(0.5, {}) == "0.5 updates on average"
     seconds = (0.4, 59.6, 200, 7500, 3600, 3.2 * 86400, -1)
     assert [duration(one) for one in seconds] == ["0 s", "1 min", "3 min 20 s", "2 h 5 min", "1 h", "3 d 4 h", "0 s"]
 

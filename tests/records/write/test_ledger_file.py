@@ -26,8 +26,11 @@ def groups(path: Path) -> list[int]:
     return [msgspec.json.decode(line)["group"] for line in path.read_bytes().splitlines()]
 
 
-def test_a_line_is_on_disk_as_soon_as_the_event_happened(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
+def test_a_line_is_in_the_file_at_once_and_on_the_disk_when_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, synced = tmp_path / "ledger.jsonl", list[os.stat_result]()
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle)))
     sink = JsonlSink(path)
     sink(entry(0))
     assert path.read_text() == (
@@ -37,32 +40,22 @@ def test_a_line_is_on_disk_as_soon_as_the_event_happened(tmp_path: Path) -> None
     sink(entry(1, "dropped", reason='said "no"\nand left'))
     JsonlSink(path)(entry(2))
     assert groups(path) == [0, 1, 2], "a second writer appends"
+    assert not synced, "training does not wait for the disk"
+    sink.sync()
+    [found] = synced
+    assert os.path.samestat(found, path.stat()) and found.st_size == path.stat().st_size
 
 
 class Disk:
     """A disk that is full until `room`, and then takes five bytes at a time."""
 
-    def __init__(self) -> None:
-        self.content = b""
-        self.room = False
+    content, room = b"", False
 
     def write(self, data: bytes) -> int:
         if not self.room:
             raise OSError(errno.ENOSPC, "No space left on device")
         self.content += data[:5]
         return len(data[:5])
-
-
-def test_lines_that_a_checkpoint_will_count_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[tuple[Path, int]] = []
-    of_file = lambda handle: (Path(f"/proc/self/fd/{handle}").readlink(), os.fstat(handle).st_size)  # noqa: E731
-    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(of_file(handle)))
-    sink = JsonlSink(path := tmp_path / "ledger.jsonl")
-    for group in range(3):
-        sink(entry(group))
-    assert not synced, "training does not wait for the disk"
-    sink.sync()
-    assert synced == [(path, path.stat().st_size)]
 
 
 def test_a_line_that_could_not_be_written_comes_before_the_next_and_the_books_stay_right(tmp_path: Path) -> None:
@@ -108,7 +101,6 @@ def test_groups_are_held_back_until_the_first_is_trained_or_a_checkpoint_counts_
 
 
 def test_lines_that_were_changed_since_the_attempt_began_are_left_and_reported(ledger: Path) -> None:
-    """Edits the lines while the run loads: it ends with that reason, in order."""
     books = opened(sink := held(ledger), 4)
     changed = ledger.read_bytes().replace(b"trained", b"Trained", 1)
     ledger.write_bytes(changed)
@@ -239,35 +231,25 @@ def test_the_first_damaged_line_is_named_where_it_can_be_told(
         require_prefix(path, KNOWN)
 
 
-def test_a_ledger_that_is_gone_or_no_file_is_refused_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    with pytest.raises(LedgerDamaged, match="has 0 lines"):
-        require_prefix(path, KNOWN)
+def test_files_that_cannot_be_the_ledger_are_refused_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "ledger.jsonl", b"".join(LINES))
+    with pytest.raises(LedgerDamaged, match="counts 4 lines of the ledger without their digest"):
+        require_prefix(path, msgspec.structs.replace(KNOWN, size=0, digest=""))
+    os.truncate(path, 2**29)
+    with pytest.raises(OSError, match="bytes follow the lines that the checkpoint counts"):
+        JsonlSink(path, LedgerState(admitted=0, events={}))
+    assert [*tmp_path.iterdir()] == [path]
+    path.unlink()
     os.mkfifo(path)  # nobody will ever write to it
     for counted in (KNOWN, LedgerState()):
         with pytest.raises(OSError, match="a named pipe, not a file"):
             JsonlSink(path, counted)
 
 
-def test_more_than_a_run_writes_behind_the_counted_lines_is_left_where_it_is(tmp_path: Path) -> None:
-    ledger = tmp_path / "ledger.jsonl"
-    ledger.touch()
-    os.truncate(ledger, 2**29)
-    with pytest.raises(OSError, match="bytes follow the lines that the checkpoint counts"):
-        JsonlSink(ledger, LedgerState(admitted=0, events={}))
-    assert [*tmp_path.iterdir()] == [ledger]
-
-
-def test_what_does_not_say_which_lines_it_counts_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "ledger.jsonl", b"".join(LINES))
-    with pytest.raises(LedgerDamaged, match="counts 4 lines of the ledger without their digest"):
-        require_prefix(path, msgspec.structs.replace(KNOWN, size=0, digest=""))
-
-
 def test_the_file_and_what_is_known_of_it_agree_over_two_attempts(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     filled(JsonlSink(path), GROUPS)
-    ledger = opened(JsonlSink(path, KNOWN), 99, start=KNOWN)  # goes on without having read a line
+    ledger = opened(JsonlSink(path, KNOWN), 99, start=KNOWN)  # without having read a line
     ledger.end(odd_entry(99))
     state = ledger.state()
     assert (state.size, state.lines) == (path.stat().st_size, COUNTED + 1)

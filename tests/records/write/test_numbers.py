@@ -55,18 +55,24 @@ def test_a_summary_of_no_updates_counts_the_images_of_attempts_whose_time_is_kno
     assert make_summary(**nothing, started=20.0).images_per_s == 0.0
 
 
-def test_a_grid_enlarges_small_images_and_writes_captions_below() -> None:
+def test_a_grid_scales_images_and_writes_captions_below() -> None:
     red = np.full((64, 64, 3), (200, 0, 0), np.uint8)
     prompt = Prompt(index=0, text="the digit " + "very " * 60 + "unbreakable" * 20)
     text = caption(prompt, Score(value=0.5, text="größe\n"))
+    assert text.startswith("reward 0.50  read 'größe\\n'\nthe digit"), "what was read is shown unchanged"
     grid = image_grid([(red, text), (red, "short"), (red, "")], columns=2)
     pixels = np.asarray(grid)
-    assert grid.width == 2 * (192 + 6) + 6
+    assert grid.width == 2 * (192 + 6) + 6 and grid.height > 2 * 192
     assert (pixels[6:198, 6:198] == (200, 0, 0)).all()
-    below = pixels[200:260, 6:198]
-    assert (below.max(axis=2) > 200).any(), "a caption is drawn"
-    assert grid.height > 2 * 192
-    assert text.startswith("reward 0.50  read 'größe\\n'\nthe digit"), "what was read is shown unchanged"
+    assert (pixels[200:260, 6:198].max(axis=2) > 200).any(), "a caption is drawn"
+    lines = _wrap("x" * 600, Typeface(12), 192)
+    assert len(lines) == 4 and lines[-1].endswith("x...")
+    assert all(Typeface(12).length(line) <= 192 for line in lines)
+    assert image_grid([(np.zeros((512, 1024, 3), np.uint8), "x")]).width == 384 + 12
+    with pytest.raises(ValueError, match="at least one"):
+        image_grid([])
+    with pytest.raises(ValueError, match=r"expected a uint8 image .*float32"):
+        image_grid([(np.zeros((8, 8, 3), np.float32), "x")])
 
 
 def test_captions_in_other_scripts_are_drawn_and_nothing_is_a_box() -> None:
@@ -82,27 +88,10 @@ def test_characters_that_no_font_has_are_spelled_out(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(images, "_wide", list)
     images._fonts.cache_clear()
     try:
-        face = Typeface(12)
-        assert face.text("says 你好!") == "says U+4F60 U+597D!"
-        assert face.text("a 🚀, \x07 and \ud800") == "a [rocket], U+0007 and U+D800"
+        assert Typeface(12).text("says 你好!") == "says U+4F60 U+597D!"
+        assert Typeface(12).text("a 🚀, \x07 and \ud800") == "a [rocket], U+0007 and U+D800"
     finally:
         images._fonts.cache_clear()
-
-
-def test_a_text_without_spaces_is_broken_and_not_cut_after_one_line() -> None:
-    lines = _wrap("x" * 60, Typeface(12), 192)
-    assert len(lines) > 1 and "".join(lines) == "x" * 60
-    lines = _wrap("x" * 600, Typeface(12), 192)
-    assert len(lines) == 4 and lines[-1].endswith("x...")
-    assert all(Typeface(12).length(line) <= 192 for line in lines)
-
-
-def test_a_grid_reduces_large_images_and_refuses_others() -> None:
-    assert image_grid([(np.zeros((512, 1024, 3), np.uint8), "x")]).width == 384 + 12
-    with pytest.raises(ValueError, match="at least one"):
-        image_grid([])
-    with pytest.raises(ValueError, match=r"expected a uint8 image .*float32"):
-        image_grid([(np.zeros((8, 8, 3), np.float32), "x")])
 
 
 def test_memory_counts_descendants_once_and_only_while_they_live() -> None:
@@ -144,19 +133,16 @@ def test_a_video_is_an_mp4_of_its_frames_at_its_rate(tmp_path: Path, height: int
     assert abs(frames[:, :height, :width].astype(int) - video.transpose(0, 2, 3, 1)).mean() < 3
 
 
-def test_audio_is_a_wav_of_the_same_numbers(tmp_path: Path) -> None:
-    audio = np.random.default_rng(0).uniform(-1, 1, (2, 500)).astype(np.float32)
-    media = Media(video=fading(3), fps=8, audio=audio, sample_rate=16_000)
-    assert [file.name for file in write_media(media, tmp_path / "v.1")] == ["v.1.mp4", "v.1.wav"]
-    samples, rate = soundfile.read(tmp_path / "v.1.wav", dtype="float32")
-    assert rate == 16_000 and np.array_equal(samples.T, audio)
-
-
 @pytest.mark.parametrize(("rate", "channels"), [(24_000, 2), (10_000, 1)])  # 10 kHz is none of AAC's rates
-def test_the_mp4_of_a_video_with_sound_has_both_as_long_as_they_were(tmp_path: Path, rate: int, channels: int) -> None:
+def test_a_video_with_sound_has_both_as_long_as_they_were_and_a_wav_of_the_same_numbers(
+    tmp_path: Path, rate: int, channels: int
+) -> None:
     time = np.arange(rate) / rate  # a second
     audio = np.stack([0.5 * np.sin(2 * np.pi * pitch * time) for pitch in (440, 880)[:channels]]).astype(np.float32)
-    file, _ = write_media(Media(video=fading(25), fps=25, audio=audio, sample_rate=rate), tmp_path / "v")
+    file, wav = write_media(Media(video=fading(25), fps=25, audio=audio, sample_rate=rate), tmp_path / "v.1")
+    assert (file.name, wav.name) == ("v.1.mp4", "v.1.wav")
+    samples, found = soundfile.read(wav, dtype="float32", always_2d=True)
+    assert found == rate and np.array_equal(samples.T, audio)
     with av.open(str(file)) as container:
         picture, sound = container.streams.video[0], container.streams.audio[0]
         assert (picture.frames, picture.average_rate, sound.codec_context.name) == (25, 25, "aac")
@@ -198,30 +184,22 @@ def test_a_tile_shows_the_image_three_frames_or_the_waveform() -> None:
 
 def warnings(norms: list[float], **metrics: float) -> list[tuple[int, str]]:
     watch = GradientWatch()
-    said = [(n, watch.take(n, {"grad_norm": norm, **metrics})) for n, norm in enumerate(norms, start=1)]
-    return [(version, text) for version, text in said if text is not None]
+    found = [(n, watch.take(n, {"grad_norm": norm, **metrics})) for n, norm in enumerate(norms, start=1)]
+    return [(version, text) for version, text in found if text is not None]
 
 
-def test_a_gradient_that_most_of_the_newest_updates_lack_is_reported() -> None:
+def test_a_gradient_that_most_of_the_newest_updates_lack_is_reported_with_its_cause() -> None:
     [(version, text)] = warnings([80, 70, 90, 75, 60, 40, 0.01, 0.02, 0.0, 0.01], accuracy=1.0, margin=24.7)
     assert version == 9, "the median of five"
     vanished = "the gradient has vanished (median norm of the last 5 updates 0.02, where it began at 75)"
     satisfied = "the preferences are satisfied (accuracy 1.00, margin 24.7), so these pairs teach nothing more"
     way_out = "stop here, give other pairs, or lower algorithm.dpo.beta"
     assert text == f"warning: update 9: {vanished}: {satisfied}; {way_out}"
-    now_and_then = [80, 70, 90, 75, 60, 0.0, 50, 0.0, 60, 40, 0.0, 70, 0.0, 65]
-    assert warnings(now_and_then) == [], "a batch without a gradient"
+    assert warnings([80, 70, 90, 75, 60, 0.0, 50, 0.0, 60, 40, 0.0, 70]) == [], "batches without a gradient"
     assert warnings([3e-5] * 20) == [], "small from the start: that is the model's scale"
-
-
-def test_a_gradient_that_came_back_and_vanished_again_or_never_was_is_reported() -> None:
     assert [version for version, _ in warnings([1.0] * 5 + [0.0] * 10 + [1.0] * 5 + [0.0] * 5)] == [8, 23]
     [(version, text)] = warnings([0.0] * 8)
     assert version == 5 and "updates 0)" in text and "hardly differ" in text
-
-
-def test_the_cause_follows_from_the_numbers() -> None:
     vanishing = [1.0] * 5 + [0.0] * 5
     assert "97% of the rows are outside the clip range" in warnings(vanishing, clip_fraction=0.97)[0][1]
     assert "masks 90% of the rows" in warnings(vanishing, masked=0.9)[0][1]
-    assert GradientWatch().take(1, {"loss": 0.0}) is None

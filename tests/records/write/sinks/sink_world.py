@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,15 @@ def tell(sinks: Any) -> None:
     sinks.metrics({"validation/reward": 0.75, "not_scored": 1, "validation_gain": 0.5}, step=1)
     sinks.remark("not_scored", LEFT_OUT, step=1)
     sinks.image(Image.new("RGB", (40, 30), RED), "validation", step=1)
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serves HTTP, and yields the address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 ENDINGS: dict[str, Ended] = {"FINISHED": "done", "KILLED": "interrupted", "FAILED": "failed"}

@@ -81,17 +81,17 @@ def test_outage(sink: Stubborn, caplog: pytest.LogCaptureFixture):
     """What waits is sent in order once the tracker answers; the other sink and the callers notice nothing."""
     well = Stubborn()
     well.release.set()
+    sink.refused = {0}
     sinks = begun(sink, well)
     put(sinks, range(3))
-    wait_for(lambda: sink.steps == [0, 1, 2], "three writes")
+    wait_for(lambda: sink.steps == [1, 2], "two writes, after a refusal")
     sink.down = True
     put(sinks, range(3, 200))
     wait_for(lambda: sink.failures > 3 and len(well.steps) == 200, "more tries")
-    sink.down = False
-    wait_for(lambda: len(sink.steps) == 200, "the writes that waited")
+    threading.Timer(0.1, lambda: setattr(sink, "down", False)).start()
     sinks.finish("done")
-    assert sink.steps == well.steps == list(range(200)) and sink.ended == well.ended == ["done"]
-    down, up = warnings(caplog)
+    assert well.steps == list(range(200)) and sink.steps == well.steps[1:] and sink.ended == well.ended == ["done"]
+    _, down, up, _ = warnings(caplog)
     assert down == (
         "Stubborn: it does not answer; writes wait until it does (OSError: token=*** was refused); the run"
         " continues, and its folder has everything"
@@ -101,48 +101,33 @@ def test_outage(sink: Stubborn, caplog: pytest.LogCaptureFixture):
 
 def test_down_until_the_end(sink: Stubborn, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(feed, "_LAST_CHANCE_S", 0.2)
-    sinks = begun(sink)
-    put(sinks, range(2))
-    wait_for(lambda: sink.steps == [0, 1], "two writes")
     sink.down = True
-    put(sinks, range(2, 5))
+    sinks = begun(sink)
+    put(sinks, range(3))
     wait_for(lambda: sink.failures > 0, "a failure")
     sinks.finish("done")
-    assert sink.ended == []
-    assert "Stubborn: it lacks 3 writes of this run (OSError: token=*** was refused)" in warnings(caplog)[1]
+    assert sink.ended == [] and sink.steps == []
+    assert "Stubborn: it lacks 4 writes of this run (OSError: token=*** was refused)" in warnings(caplog)[1]
     assert "Stubborn: it has no record of the run's end" in warnings(caplog)[2]
 
 
-def test_back_at_the_end(sink: Stubborn, caplog: pytest.LogCaptureFixture):
-    """A tracker that comes back while the run ends gets everything, its end included."""
-    sink.down = True
+@pytest.mark.parametrize(
+    ("refused", "written", "said", "lacks"),
+    [
+        ({13, 14}, [12, 15, 16], "it refused a write, which is left out (ValueError: token=*** has a wrong value)", 2),
+        ({*range(100)}, [], "it refused 20 writes in a row and gets no more", 100),
+    ],
+)
+def test_refused_writes(
+    sink: Stubborn, caplog: pytest.LogCaptureFixture, refused: set[int], written: list[int], said: str, lacks: int
+):
+    sink.refused = refused
     sinks = begun(sink)
-    put(sinks, range(5))
-    wait_for(lambda: sink.failures > 0, "a failure")
-    threading.Timer(0.1, lambda: setattr(sink, "down", False)).start()
-    sinks.finish("done")
-    assert sink.begun == [0] and sink.steps == list(range(5)) and sink.ended == ["done"]
-
-
-def test_refused_write(sink: Stubborn, caplog: pytest.LogCaptureFixture):
-    sink.refused = {13, 14}
-    sinks = begun(sink)
-    put(sinks, range(12, 17))
+    put(sinks, range(12, 17) if written else range(100))
     sinks.finish("failed")
-    assert sink.steps == [12, 15, 16] and sink.ended == ["failed"]
-    first, last = warnings(caplog)
-    assert "it refused a write, which is left out (ValueError: token=*** has a wrong value)" in first
-    assert "it lacks 2 writes of this run" in last
-
-
-def test_every_write_refused(sink: Stubborn, caplog: pytest.LogCaptureFixture):
-    sink.refused = {*range(100)}
-    sinks = begun(sink)
-    put(sinks, range(100))
-    sinks.finish("done")
-    assert sink.steps == [] and sink.ended == ["done"]
-    assert "it refused 20 writes in a row and gets no more" in warnings(caplog)[1]
-    assert "it lacks 100 writes" in warnings(caplog)[-1]
+    assert sink.steps == written and sink.ended == ["failed"]
+    assert any(said in one for one in warnings(caplog))
+    assert f"it lacks {lacks} writes of this run" in warnings(caplog)[-1]
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, PermissionError, IsADirectoryError, AttributeError, ImportError])
@@ -163,21 +148,6 @@ def test_a_write_that_always_fails_holds_up_no_other(error: type[Exception], cap
     assert not any("does not answer" in said for said in warnings(caplog))
 
 
-def test_an_outage_after_a_refusal(sink: Stubborn, caplog: pytest.LogCaptureFixture):
-    sink.refused = {0}
-    sinks = begun(sink)
-    put(sinks, range(1))
-    wait_for(lambda: len(warnings(caplog)) == 1, "the refusal")
-    sink.down = True
-    put(sinks, range(1, 3))
-    wait_for(lambda: len(warnings(caplog)) == 2, "the outage")
-    sink.down = False
-    sinks.finish("done")
-    assert sink.steps == [1, 2] and sink.ended == ["done"]
-    assert ["refused" in warnings(caplog)[0], "does not answer" in warnings(caplog)[1]] == [True, True]
-    assert "answers again" in warnings(caplog)[2]
-
-
 def test_too_far_behind(caplog: pytest.LogCaptureFixture):
     slow = Stubborn()
     sinks = begun(slow)
@@ -189,11 +159,6 @@ def test_too_far_behind(caplog: pytest.LogCaptureFixture):
     sinks.finish("interrupted")
     assert len(slow.steps) >= 999 and slow.ended == ["interrupted"]
     assert f"it lacks {1500 - len(slow.steps)} writes" in warnings(caplog)[-1]
-
-
-def test_never_begun(sink: Stubborn):
-    Sinks([sink]).finish("done")
-    assert sink.ended == [None]
 
 
 def test_stuck_write(caplog: pytest.LogCaptureFixture):
@@ -215,6 +180,7 @@ def test_late_sink(sink: Stubborn, caplog: pytest.LogCaptureFixture):
         return sink
 
     late = LateSink("Late", construct)
+    assert {name for name in vars(Sink) if name[0] != "_"} - {*vars(LateSink)} == {"label"}, "it passes all on"
     sinks = begun(late)
     put(sinks, range(3))
     wait_for(lambda: any("does not answer" in said for said in warnings(caplog)), "a warning")
@@ -224,16 +190,7 @@ def test_late_sink(sink: Stubborn, caplog: pytest.LogCaptureFixture):
     assert sink.begun == [0] and sink.steps == [0, 1, 2] and sink.ended == ["done"]
 
 
-def test_late_sink_never_begun():
-    """A run that resumes and ends before its first update leaves the tracker alone."""
-
-    def construct() -> Sink:
-        raise AssertionError("nothing to open it for")
-
-    Sinks([LateSink("Late", construct)]).finish("interrupted")
-
-
-def test_late_sink_passes_everything_on():
-    """A method that a sink gains reaches a sink that is opened late, too."""
-    own = {name for name in vars(LateSink) if not name.startswith("_")}
-    assert {name for name in vars(Sink) if not name.startswith("_")} - own == {"label"}
+def test_a_run_that_never_begins(sink: Stubborn):
+    opened: list[int] = []
+    Sinks([sink, LateSink("Late", lambda: opened.append(1) or sink)]).finish("interrupted")
+    assert sink.ended == [None] and opened == []

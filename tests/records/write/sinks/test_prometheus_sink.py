@@ -29,16 +29,23 @@ def scrape(address: str) -> dict[str, Any]:
         return {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
 
 
-def test_the_newest_numbers_are_served_with_labels_and_descriptions_on_loopback_until_the_run_ends(tmp_path: Path):
-    sink = PrometheusSink(schema.Prometheus(enabled=True, port=0), about(tmp_path / "run-1"))
+def opened(run: Path, port: int = 0) -> tuple[PrometheusSink, str, int]:
+    """Returns a sink, its address and its port."""
+    sink = PrometheusSink(schema.Prometheus(enabled=True, port=port), about(run))
     address = sink.live.rpartition(" ")[2]
+    return sink, address, int(address.split(":")[2].partition("/")[0])
+
+
+def test_the_newest_numbers_are_served_with_labels_and_descriptions_on_loopback_until_the_run_ends(tmp_path: Path):
+    sink, address, port = opened(tmp_path / "run-1")
+    other, at_other, _ = opened(tmp_path / "run-2")  # runs do not mix
+    with pytest.raises(SinkUnusableError, match=rf"^tracking\.prometheus: cannot listen at 127\.0\.0\.1:{port}: Addr"):
+        opened(tmp_path / "run-3", port)
     sinks = Sinks([sink])
     sinks.begin(0)
-    told = PrometheusSink(schema.Prometheus(enabled=True, port=0), about(tmp_path / "run-2"))  # runs do not mix
     tell(sinks)
-    sinks._feeds[0].put(lambda sink: done.update(scrape(address)))
     done: dict[str, Any] = {}
-    port = int(address.split(":")[2].partition("/")[0])
+    sinks._feeds[0].put(lambda sink: done.update(scrape(address)))
     assert listening_at(port) == ["127.0.0.1"]
     sinks.finish("done")
 
@@ -57,8 +64,10 @@ def test_the_newest_numbers_are_served_with_labels_and_descriptions_on_loopback_
     with pytest.raises(urllib.error.URLError):
         scrape(address)
     assert listening_at(port) == []
-    assert set(scrape(told.live.rpartition(" ")[2])) == {"omni_async_run_info"}
-    told.finish(None)
+    assert set(scrape(at_other)) == {"omni_async_run_info"}
+    other.finish(None)
+    names = [described(metric)[0].replace("/", "_") for metric in METRICS]
+    assert len({*names}) == len(names) and "validation_update" not in names
 
 
 def test_clients_that_ask_for_nothing_lose_their_places_and_strangers_fill_no_log(
@@ -66,11 +75,9 @@ def test_clients_that_ask_for_nothing_lose_their_places_and_strangers_fill_no_lo
 ):
     monkeypatch.setattr(prometheus_sink, "_MOST_CLIENTS", 2)
     monkeypatch.setattr(prometheus_sink, "_PATIENCE_S", 0.1)
-    sink = PrometheusSink(schema.Prometheus(enabled=True, port=0), about(tmp_path / "run-1"))
-    address = sink.live.rpartition(" ")[2]
-    place = ("127.0.0.1", int(address.split(":")[2].partition("/")[0]))
+    sink, address, port = opened(tmp_path / "run-1")
     with contextlib.ExitStack() as stack:
-        idle = [stack.enter_context(socket.create_connection(place, PATIENCE)) for _ in range(3)]
+        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE)) for _ in range(3)]
         idle[0].sendall(b"GET /metrics HTTP/1.1\r\nX: ")
         for one in (idle[2], *idle[:2]):  # the third is one too many
             with contextlib.suppress(ConnectionError):
@@ -79,20 +86,3 @@ def test_clients_that_ask_for_nothing_lose_their_places_and_strangers_fill_no_lo
     assert set(scrape(address)) == {"omni_async_run_info"}
     sink.finish(None)
     assert capfd.readouterr() == ("", "")
-
-
-def test_it_is_off_by_default_and_at_loopback():
-    assert schema.Tracking().prometheus == schema.Prometheus(enabled=False, host="127.0.0.1", port=9464)
-
-
-def test_a_port_that_is_taken_is_refused_in_one_line(tmp_path: Path):
-    first = PrometheusSink(schema.Prometheus(enabled=True, port=0), about(tmp_path / "run-1"))
-    port = int(first.live.split(":")[2].partition("/")[0])
-    with pytest.raises(SinkUnusableError, match=rf"^tracking\.prometheus: cannot listen at 127\.0\.0\.1:{port}: Addr"):
-        PrometheusSink(schema.Prometheus(enabled=True, port=port), about(tmp_path / "run-2"))
-    first.finish(None)
-
-
-def test_every_metric_has_a_name_of_its_own_there():
-    names = [described(metric)[0].replace("/", "_") for metric in METRICS]
-    assert len({*names}) == len(names) and "validation_update" not in names

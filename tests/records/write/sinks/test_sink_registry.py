@@ -9,7 +9,7 @@ from omni_async.config import ConfigError, schema
 from omni_async.records.write.sinks.base import SinkUnusableError
 from omni_async.records.write.sinks.registry import enabled, open_sinks, require_usable
 from omni_async.records.write.sinks.tensorboard_sink import TensorboardSink
-from tests.records.write.sinks.sink_world import about, tell
+from tests.records.write.sinks.sink_world import about
 from tests.support.configs import build
 
 
@@ -39,30 +39,26 @@ def test_folder_names_that_trackers_cannot_take_are_refused(tmp_path, name):
         require_usable(replace(refused, tracking=config(tensorboard={}).tracking))
 
 
-@pytest.mark.parametrize("name", ["sp ace", "ha#sh", "apo'strophe", "üñ", "semi;colon", "back\\slash"])
-def test_folder_names_that_trackers_can_take(tmp_path, name):
-    require_usable(replace(config(mlflow={}, tensorboard={}), run=schema.Run(dir=str(tmp_path / name))))
-    open_sinks(config(tensorboard={}).tracking, about(tmp_path / name / "run"), 0).finish("done")
-    assert [*(tmp_path / name / "run" / "tensorboard").iterdir()]
+def test_folder_names_that_trackers_can_take(tmp_path):
+    run = tmp_path / "sp ace" / "ha#sh" / "apo'strophe" / "üñ" / "semi;colon" / "back\\slash" / "run"
+    require_usable(replace(config(mlflow={}, tensorboard={}), run=schema.Run(dir=str(run.parent))))
+    open_sinks(config(tensorboard={}).tracking, about(run), 0).finish("done")
+    assert [*(run / "tensorboard").iterdir()]
 
 
-def test_all_that_are_enabled_are_told_and_one_that_cannot_be_used_costs_the_run_that_was_opened_beside_it(tmp_path):
-    both = config(tensorboard={}, prometheus={"port": 0}).tracking
-    sinks = open_sinks(both, about(tmp_path / "run-1"), 0)
-    tell(sinks)
+def test_a_sink_that_cannot_be_used_costs_the_run_that_was_opened_in_another(tmp_path, monkeypatch, caplog):
+    sinks = open_sinks(config(tensorboard={}, prometheus={"port": 0}).tracking, about(tmp_path / "run-1"), 0)
     sinks.finish("done")
     assert [label for label, _ in sinks.where] == ["TensorBoard"]
-    assert [*(tmp_path / "run-1" / "tensorboard").iterdir()]
+    both = config(tensorboard={}, prometheus={"host": "203.0.113.1"}).tracking
     with pytest.raises(SinkUnusableError, match="cannot listen at 203"):
-        open_sinks(config(tensorboard={}, prometheus={"host": "203.0.113.1"}).tracking, about(tmp_path / "run-2"), 0)
+        open_sinks(both, about(tmp_path / "run-2"), 0)
     assert not (tmp_path / "run-2" / "tensorboard").exists()
 
-
-def test_what_cannot_be_used_is_said_also_where_the_run_beside_it_cannot_be_ended(tmp_path, monkeypatch, caplog):
     def refuse(sink: TensorboardSink, status: str | None) -> None:
         raise OSError("https://me:hunter2@h is gone")
 
     monkeypatch.setattr(TensorboardSink, "finish", refuse)
     with pytest.raises(SinkUnusableError, match="cannot listen at 203"):
-        open_sinks(config(tensorboard={}, prometheus={"host": "203.0.113.1"}).tracking, about(tmp_path / "run"), 0)
+        open_sinks(both, about(tmp_path / "run-3"), 0)
     assert caplog.messages == ["the run in TensorBoard could not be ended: OSError: https://***@h is gone"]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from omni_async.config import schema
 from omni_async.records.write.sinks.base import SinkUnusableError
 from omni_async.records.write.sinks.feed import Sinks
 from omni_async.records.write.sinks.wandb_sink import WandbSink
-from tests.records.write.sinks.sink_world import about, tell
+from tests.records.write.sinks.sink_world import about, serving, tell
 from tests.support.patience import PATIENCE
 from tests.support.places import ROOT
 
@@ -31,24 +30,17 @@ _DENIED = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\
 
 
 @contextmanager
-def proxy(answer: bytes = b"") -> Iterator[tuple[dict[str, str], list[bytes]]]:
-    """Makes whatever wants to reach the network ask here, and answers so; yields the environment and what was asked."""
-    asked: list[bytes] = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
+def proxy() -> Iterator[tuple[dict[str, str], list[str]]]:
+    """Refuses whatever wants to reach the network; yields the environment that leads here, and what was asked."""
+    asked: list[str] = []
 
-        def refuse() -> None:
-            while True:
-                try:
-                    with server.accept()[0] as connection:
-                        asked.append(connection.recv(1000))
-                        connection.sendall(answer)
-                except OSError:
-                    return
+    class Denying(BaseHTTPRequestHandler):
+        def handle_one_request(self) -> None:
+            asked.append(self.rfile.readline().decode())
+            self.wfile.write(_DENIED)
 
-        threading.Thread(target=refuse, daemon=True).start()
-        address = f"http://127.0.0.1:{server.getsockname()[1]}"
-        yield {"HTTP_PROXY": address, "HTTPS_PROXY": address, "http_proxy": address, "https_proxy": address}, asked
-        server.shutdown(socket.SHUT_RDWR)
+    with serving(Denying) as address:
+        yield dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), address), asked
 
 
 def work(folder: Path, status: str, goes_on: bool) -> subprocess.CompletedProcess[str]:
@@ -93,57 +85,40 @@ def records(file: Path) -> list[Any]:
     return found
 
 
-def history(run: list[Any]) -> list[dict[str, Any]]:
-    rows = [record.history for record in run if record.WhichOneof("record_type") == "history"]
-    return [{"/".join(item.nested_key): json.loads(item.value_json) for item in row.item} for row in rows]
-
-
-@pytest.fixture(scope="module")
-def offline(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Any]], list[str], list[str]]:
-    """A run that was interrupted and went on: the records of both attempts, and what the process wrote."""
-    folder = tmp_path_factory.mktemp("runs") / "run-1"
-    said = [work(folder, "interrupted", False), work(folder, "done", True)]
-    files = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
-    assert {file.name for file in files} == {"run-run-1.wandb"}
-    return [records(file) for file in files], [one.stdout for one in said], [one.stderr for one in said]
-
-
-def test_an_offline_run_has_its_numbers_at_their_versions_its_image_file_and_end_and_goes_on_as_itself(offline):
-    attempts, _, _ = offline
-    for records, code in zip(attempts, (255, 0), strict=True):
-        kinds = {record.WhichOneof("record_type"): record for record in records}
-        run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
-        assert (run.run_id, run.project, list(run.tags)) == ("run-1", "omni_async", ["qwen_image", "flow_grpo", "S=2"])
-        assert "omni-async report" in run.notes
-        assert kinds["exit"].exit.exit_code == code
-        rows = history(records)
-        assert [(row["update"], row.get("goal/reward"), row.get("goal/validation_reward")) for row in rows[:3]] == [
-            (1, 0.25, None),
-            (2, 0.5, None),
-            (1, None, 0.75),
-        ]
-        assert rows[3]["goal/validation/_type"] == "image-file" and rows[3]["update"] == 1
-        saved = {file.path for record in records for file in record.files.files}
-        assert "summary.json" in saved and any(path.startswith("media/images/goal/validation") for path in saved)
-    assert len(attempts) == 2
-
-
-def test_nothing_is_captured_or_printed_besides(offline):
-    attempts, out, err = offline
-    for text in out:
-        line, where = text.splitlines()
-        assert line == "a line of the run"
+def test_an_offline_run_has_its_numbers_image_file_and_end_and_goes_on_as_itself(tmp_path):
+    folder = tmp_path / "run-1"
+    for status, code in (("interrupted", 255), ("done", 0)):
+        before = {*folder.glob("wandb/offline-run-*/*.wandb")}
+        done = work(folder, status, goes_on=status == "done")
+        line, where = done.stdout.splitlines()
+        assert line == "a line of the run" and done.stderr == "", "nothing is captured or printed besides"
         assert "wandb sync " in where and where.endswith("/run-1/wandb/offline-run-*")
-    assert err == ["", ""]
-    kinds = {record.WhichOneof("record_type") for records in attempts for record in records}
-    assert not kinds & {"output", "output_raw", "stats", "environment", "alert"}
+        (file,) = {*folder.glob("wandb/offline-run-*/*.wandb")} - before
+        assert file.name == "run-run-1.wandb"
+
+        found = records(file)
+        kinds = {record.WhichOneof("record_type"): record for record in found}
+        assert not kinds.keys() & {"output", "output_raw", "stats", "environment", "alert"}
+        run = next(record.run for record in found if record.WhichOneof("record_type") == "run")
+        assert (run.run_id, run.project, list(run.tags)) == ("run-1", "omni_async", ["qwen_image", "flow_grpo", "S=2"])
+        assert "omni-async report" in run.notes and kinds["exit"].exit.exit_code == code
+        rows = [
+            {"/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            for record in found
+            if record.WhichOneof("record_type") == "history"
+        ]
+        numbers = [(row["update"], row.get("goal/reward"), row.get("goal/validation_reward")) for row in rows[:3]]
+        assert numbers == [(1, 0.25, None), (2, 0.5, None), (1, None, 0.75)]
+        assert rows[3]["goal/validation/_type"] == "image-file" and rows[3]["update"] == 1
+        saved = {file.path for record in found for file in record.files.files}
+        assert "summary.json" in saved and any(path.startswith("media/images/goal/validation") for path in saved)
 
 
 def test_an_account_that_cannot_be_used_is_refused_in_one_line_without_its_key(tmp_path, monkeypatch):
     key = "k" * 40
-    with proxy(_DENIED) as (environment, asked):
-        patience = {"WANDB_INIT_TIMEOUT": f"{PATIENCE:g}"}
-        for name, value in {**environment, **patience, "NO_PROXY": "", "no_proxy": ""}.items():
+    with proxy() as (environment, asked):
+        environment |= {"WANDB_INIT_TIMEOUT": f"{PATIENCE:g}", "NO_PROXY": "", "no_proxy": ""}
+        for name, value in environment.items():
             monkeypatch.setenv(name, value)
         config = schema.Wandb(enabled=True, mode="online", api_key=key, base_url="http://wandb.invalid")
         with pytest.raises(SinkUnusableError, match=r"^tracking\.wandb: cannot start a run: .*mode=offline") as refused:
@@ -151,8 +126,6 @@ def test_an_account_that_cannot_be_used_is_refused_in_one_line_without_its_key(t
     assert asked, "what the offline runs did not ask for"
     assert key not in str(refused.value) and "\n" not in str(refused.value)
 
-
-def test_credentials_in_why_a_run_cannot_be_started_are_masked(tmp_path, monkeypatch):
     def refuse(sink: WandbSink) -> None:
         raise ValueError("https://me:hunter2@h failed")
 
