@@ -1,8 +1,5 @@
-"""Tests signals to a whole job, at random moments and at chosen ones.
-
-After kill -9, what goes on from the checkpoint is the same job, with nothing lost or done twice. After SIGTERM, as a
-cluster sends it before it takes a machine away, there is a checkpoint soon, whatever was under way.
-"""
+"""Tests signals to a whole job: after kill -9 it is resumed with nothing lost or done twice, and after SIGTERM there is
+a checkpoint soon."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ QUICK = ["emulation.time_scale=0.001", f"trainer.updates={UPDATES}", "checkpoint
 
 @pytest.mark.sliced(floor=1)
 @pytest.mark.parametrize(("seed", "settings"), [(0, ["buffer.window=2"]), (1, ["staleness.max_updates=0"])])
-def test_a_job_that_is_killed_again_and_again_trains_every_group_once(tmp_path, seed, settings, capfd):
+def test_a_killed_job_trains_every_group_once(tmp_path, seed, settings, capfd):
     overrides = [*QUICK, *settings, "run.runtime=inprocess"]
     arguments = ["--kills", "4", "--within", "1.5", "--seed", str(seed), "--out", str(tmp_path / "runs")]
     assert main([*arguments, "--recipe", str(RECIPE), *overrides]) == 0, capfd.readouterr()
@@ -36,7 +33,7 @@ def test_a_job_that_is_killed_again_and_again_trains_every_group_once(tmp_path, 
     assert (summary["updates"], summary["conserved"], summary["status"]) == (UPDATES, True, "done")
     assert sum(summary["staleness"].values()) == summary["counters"]["trained"] == UPDATES * 32
 
-    # And it would have been noticed.
+    # The check notices what would be wrong.
     ledger = job.run / "ledger.jsonl"
     lines = ledger.read_bytes().splitlines(keepends=True)
     for tampered, said in (
@@ -52,7 +49,7 @@ def test_a_job_that_is_killed_again_and_again_trains_every_group_once(tmp_path, 
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_without_staleness_the_resumed_weights_are_the_uninterrupted_ones(checkpoint, tmp_path):
+def test_resumed_weights_are_the_uninterrupted_ones(checkpoint, tmp_path):
     """Compares to the bit, with AdamW and an average."""
     optimizer = ("trainer.updates=6", "trainer.optimizer={name: adamw, lr: 0.001}", "trainer.ema.every=1")
     settings = (*optimizer, "checkpoint.every=1", "checkpoint.keep=10")
@@ -76,7 +73,7 @@ def test_without_staleness_the_resumed_weights_are_the_uninterrupted_ones(checkp
 @pytest.mark.slow
 @pytest.mark.sliced(floor=1)
 @pytest.mark.parametrize("runtime", ["ray", "inprocess"])
-def test_a_run_that_is_preempted_leaves_a_checkpoint_in_time(tmp_path, runtime):
+def test_a_preempted_run_leaves_a_checkpoint_in_time(tmp_path, runtime):
     """Stops the run in the middle of an update of 8 groups that takes 80 s, more than we wait for the end."""
     settings = (f"run.runtime={runtime}", "trainer.streaming=off", "trainer.updates=50", "checkpoint.every=50")
     recipe = write_emulated(tmp_path, slow_at("train", 10.0))
@@ -94,9 +91,8 @@ def test_a_run_that_is_preempted_leaves_a_checkpoint_in_time(tmp_path, runtime):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_preempted_while_it_loads_ends_in_order(recipe):
-    """Stops the run once Ray has started, which would take the signal for itself, and whose processes would die of
-    it."""
+def test_preemption_while_loading(recipe):
+    """Ray would take the signal for itself, and its processes would die of it."""
     signal_group(signal.SIGTERM, "loading engines", recipe, "run.runtime=ray", after_s=1)
     run = left_behind(recipe)
     assert (run.summary.status, run.summary.reason) == ("interrupted", "before the first update")
@@ -104,7 +100,7 @@ def test_a_run_that_is_preempted_while_it_loads_ends_in_order(recipe):
 
 
 @pytest.mark.slow
-def test_a_driver_that_is_killed_leaves_no_process_and_one_that_is_terminated_while_ray_starts_ends_in_order(tmp_path):
+def test_a_killed_driver_leaves_no_process(tmp_path):
     recipe = write_emulated(tmp_path, slow_at("train", 0.05))
     settings = ("run.runtime=ray", "trainer.updates=100000", "checkpoint.every=1", "checkpoint.resume=auto")
     gone, alive = psutil.wait_procs(signal_group(signal.SIGKILL, "update 2/", recipe, *settings), timeout=PATIENCE)

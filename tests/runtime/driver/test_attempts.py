@@ -1,4 +1,4 @@
-"""Tests that a run that loses a part it needs goes on from its last checkpoint, and that any other failure ends it."""
+"""Tests that a run that loses a part it needs resumes from its last checkpoint, and that any other failure ends it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ from tests.runtime.runtime_world import (
     ends_well,
     fails,
     fails_late,
-    until_the_end,
     update,
     write_ledger,
     write_world,
@@ -43,64 +42,71 @@ from tests.runtime.runtime_world import (
 from tests.support.loops import settle
 from tests.support.patience import PATIENCE
 
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_LAST_EVENTS_S", PATIENCE)
+LOST = PeerLost("trainer is gone: killed")
 
 
-def save(run: Path, version: int) -> Path:
+def save(run: Path, version: int) -> None:
     folder = run / "checkpoints" / folder_name(version)
-    written = partial(folder)
-    written.mkdir(parents=True)
+    partial(folder).mkdir(parents=True)
     (run / "ledger.jsonl").unlink(missing_ok=True)
     control = ControlState(version, 2 * version, ledger=write_ledger(run, 2 * version)[-1])
-    write_state(written, State(control, "qwen_image", "flow_grpo", {"optimizer_steps": version}))
-    write_manifest(written)
+    write_state(partial(folder), State(control, "qwen_image", "flow_grpo", {"optimizer_steps": version}))
+    write_manifest(partial(folder))
     put_in_place(folder)
-    return folder
-
-
-class Attempts:
-    """A run of several clusters, one for each attempt; `inputs` are what each was built from."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *clusters: HandCluster, **sections: Any) -> None:
-        self.folder, self.clusters, self.inputs = folder, clusters, list[RunInputs]()
-        self.console = RememberingConsole()
-        monkeypatch.setattr(runtime, "build_cluster", self.build)
-        self.summary: Summary = train(preflight(write_world(folder, **sections)), self.console)
-        self.run = RunDirectory(folder / "runs" / self.summary.run)
-        assert all(cluster.closed for cluster in clusters[: len(self.inputs)])
-
-    def build(self, inputs: RunInputs, run: RunDirectory, attempt: int) -> HandCluster:
-        self.inputs.append(inputs)
-        assert attempt == len(self.inputs)
-        return self.clusters[attempt - 1]
 
 
 def trainer(role: Role, workers: dict[str, Role] | None = None) -> HandCluster:
     return HandCluster({"trainer": role}, workers=workers)
 
 
-LOST = PeerLost("trainer is gone: killed")
+def broken(error: Exception) -> HandCluster:
+    return HandCluster({}, starting=fails(error))
 
 
-def dies_after(folder: Path, *versions: int, then: Callable[[Path], Any] = lambda run: None) -> Role:
-    """Makes a trainer that dies when it has made these updates, and after `then(run)`."""
+class Attempts:
+    """A run of several clusters, one for each attempt; `inputs` are what each was built from."""
 
-    async def dies(control: Control) -> None:
-        (run,) = (folder / "runs").iterdir()
-        for version in versions:
-            save(run, version)
-        then(run)
-        raise LOST
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.inputs, self.console = folder, list[RunInputs](), RememberingConsole()
+        self._monkeypatch = monkeypatch
+        monkeypatch.setattr(session, "_LAST_EVENTS_S", PATIENCE)
 
-    return dies
+    def play(self, *clusters: HandCluster, **sections: Any) -> Summary:
+        def build(inputs: RunInputs, run: RunDirectory, attempt: int) -> HandCluster:
+            self.inputs.append(inputs)
+            assert attempt == len(self.inputs)
+            return clusters[attempt - 1]
+
+        self._monkeypatch.setattr(runtime, "build_cluster", build)
+        summary = train(preflight(write_world(self.folder, **sections)), self.console)
+        assert all(cluster.closed for cluster in clusters[: len(self.inputs)])
+        return summary
+
+    @property
+    def run(self) -> RunDirectory:
+        (path,) = (self.folder / "runs").iterdir()
+        return RunDirectory(path)
+
+    def dies_after(self, *versions: int, then: Callable[[RunDirectory], Any] = lambda run: None) -> HandCluster:
+        """Makes a trainer that dies when it has made these updates, and after `then(run)`."""
+
+        async def dies(control: Control) -> None:
+            for version in versions:
+                save(self.run.path, version)
+            then(self.run)
+            raise LOST
+
+        return trainer(dies)
 
 
-def test_after_the_trainers_death_the_run_goes_on_from_the_newest_checkpoint(tmp_path, monkeypatch):
-    attempts = Attempts(tmp_path, monkeypatch, trainer(dies_after(tmp_path, 1, 2)), trainer(ends_well))
-    assert (attempts.summary.status, attempts.summary.faults) == ("done", 1)
+@pytest.fixture
+def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempts:
+    return Attempts(tmp_path, monkeypatch)
+
+
+def test_a_dead_trainer_resumes_from_the_newest_checkpoint(attempts):
+    summary = attempts.play(attempts.dies_after(1, 2), trainer(ends_well))
+    assert (summary.status, summary.faults) == ("done", 1)
     _, second = attempts.inputs
     assert second.start.version == 2 and second.start.ledger.events["trained"] == 4
     assert second.config.checkpoint.resume == str(attempts.run.checkpoints / folder_name(2))
@@ -110,7 +116,7 @@ def test_after_the_trainers_death_the_run_goes_on_from_the_newest_checkpoint(tmp
     assert "trainer is gone: killed; again from update 2" in attempts.console.notes
 
 
-def test_the_updates_of_a_lost_attempt_whose_events_nobody_had_read_are_in_the_metrics(tmp_path, monkeypatch):
+def test_unread_updates_of_a_lost_attempt_are_in_the_metrics(attempts):
     dead = asyncio.Event()
 
     class Late(Control):
@@ -119,110 +125,78 @@ def test_the_updates_of_a_lost_attempt_whose_events_nobody_had_read_are_in_the_m
             await settle()  # by now the driver knows of the death
             return await super().events()
 
-    async def dies(control: Control) -> None:
-        control.log.add("update", update(1, 0.0, 1.0).data)
-        dead.set()
-        await dies_after(tmp_path, 1)(control)
-
-    first = trainer(dies)
+    first = attempts.dies_after(1, then=lambda run: dead.set())
     first.coordinator = Late()
-    attempts = Attempts(tmp_path, monkeypatch, first, trainer(ends_well))
+    first.coordinator.log.add("update", update(1, 0.0, 1.0).data)
+    attempts.play(first, trainer(ends_well))
     assert [line["update"] for line in attempts.run.read_metrics()] == [1]
     assert attempts.inputs[1].start.version == 1 and not [n for n in attempts.console.notes if "warning" in n]
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_where_none_can_be_used_the_run_ends_and_leaves_them(
-    tmp_path, monkeypatch
-):
-    """Keeps the checkpoints: to begin again from the start in the run's folder would remove them."""
+def test_without_a_usable_checkpoint_the_run_ends_and_keeps_all(attempts):
+    """To begin again in the run's folder would remove them. What may be used is tested in preflight/test_resume.py."""
 
-    def damage(run: Path) -> None:
-        (run / "checkpoints" / folder_name(2) / "state.json").write_text("{}")
+    def damage(run: RunDirectory) -> None:
+        run.ledger.write_bytes(b"\n" + run.ledger.read_bytes())
 
-    def damage_all(run: Path) -> None:
-        (run / "ledger.jsonl").write_bytes(b"\n" + (run / "ledger.jsonl").read_bytes())
-
-    folder = tmp_path / "one"
-    attempts = Attempts(folder, monkeypatch, trainer(dies_after(folder, 1, 2, then=damage)), trainer(ends_well))
-    assert attempts.inputs[1].start.version == 1
-    assert any(note.startswith("warning: not resumed from update-000002") for note in attempts.console.notes)
-    folder = tmp_path / "all"
-    attempts = Attempts(folder, monkeypatch, trainer(dies_after(folder, 1, then=damage_all)), trainer(ends_well))
-    assert (attempts.summary.status, len(attempts.inputs)) == ("failed", 1)
-    assert "has no checkpoint to resume from" in (attempts.summary.reason or "")
+    summary = attempts.play(attempts.dies_after(1, then=damage), trainer(ends_well))
+    assert (summary.status, len(attempts.inputs)) == ("failed", 1)
+    assert "has no checkpoint to resume from" in (summary.reason or "")
     assert any("line 1 is blank" in note for note in attempts.console.notes)
     assert (attempts.run.checkpoints / folder_name(1)).is_dir() and attempts.run.ledger.read_bytes().startswith(b"\n")
 
 
-def test_without_a_checkpoint_it_begins_again_and_what_was_written_is_void(tmp_path, monkeypatch):
-    def record(run: Path) -> None:
-        RunDirectory(run).append_metrics(1, {"reward": 0.5, "finished": 3.0})
-
-    attempts = Attempts(tmp_path, monkeypatch, trainer(dies_after(tmp_path, then=record)), trainer(ends_well))
-    assert attempts.summary.status == "done"
+def test_without_a_checkpoint_it_begins_again(attempts):
+    record = {"reward": 0.5, "finished": 3.0}
+    first = attempts.dies_after(then=lambda run: run.append_metrics(1, record))
+    assert attempts.play(first, trainer(ends_well)).status == "done"
     assert attempts.inputs[1].start == ControlState() and attempts.inputs[1].config.checkpoint.resume is None
     assert attempts.run.metrics.read_bytes() == b""
     assert json.loads(attempts.run.metrics.with_name("metrics.jsonl.void").read_text())["update"] == 1
 
 
-def test_a_rank_that_died_is_found_behind_another_ranks_complaint(tmp_path, monkeypatch):
+def test_a_dead_rank_is_found_behind_another_ranks_complaint(attempts):
     first = trainer(fails(RuntimeError("gloo: connection closed by peer")))
     first.gone = "trainer-1 is gone"
-    attempts = Attempts(tmp_path, monkeypatch, first, trainer(ends_well))
-    assert attempts.summary.status == "done"
+    assert attempts.play(first, trainer(ends_well)).status == "done"
     assert read_faults(attempts.run.faults)[0].reason == "trainer-1 is gone"
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_a_part_that_dies_again_and_again_ends_the_run_with_the_reason(tmp_path, monkeypatch, restarts):
-    clusters = [trainer(fails(LOST)) for _ in range(restarts + 1)]
-    attempts = Attempts(tmp_path, monkeypatch, *clusters, run={"restarts": restarts})
+def test_a_part_that_dies_again_and_again_ends_the_run(attempts, restarts):
+    summary = attempts.play(*(trainer(fails(LOST)) for _ in range(restarts + 1)), run={"restarts": restarts})
     assert len(attempts.inputs) == restarts + 1
-    assert attempts.summary.status == "failed"
-    assert "trainer is gone: killed" in attempts.summary.reason and "run.restarts" in attempts.summary.reason
+    assert summary.status == "failed"
+    assert "trainer is gone: killed" in summary.reason and "run.restarts" in summary.reason
 
 
-def test_an_attempt_that_does_not_start_is_tried_again_unless_it_is_the_first_or_its_scorer_is_wrong(
-    tmp_path, monkeypatch
-):
-    def broken(error: Exception) -> HandCluster:
-        return HandCluster({}, starting=fails(error))
-
-    first, last, no_room = trainer(fails(LOST)), trainer(ends_well), RuntimeError("no room")
-    attempts = Attempts(tmp_path / "a", monkeypatch, first, broken(no_room), last)
-    assert attempts.summary.status == "done" and len(attempts.inputs) == 3
-    for name, clusters, reason in (
-        ("b", [broken(no_room)], "RuntimeError: no room"),
-        ("c", [first, broken(WrongScorer("scorer 'x': AttributeError: y")), last], "scorer 'x': AttributeError: y"),
-        ("d", [trainer(fails(ValueError("loss is not finite"))), last], "ValueError: loss is not finite"),
-    ):
-        attempts = Attempts(tmp_path / name, monkeypatch, *clusters)
-        assert (attempts.summary.status, attempts.summary.reason) == ("failed", reason)
-        assert len(attempts.inputs) == (2 if name == "c" else 1)
+NO_ROOM, WRONG = RuntimeError("no room"), WrongScorer("scorer 'x': AttributeError: y")
 
 
-def test_a_signal_while_the_run_is_down_ends_it(tmp_path, monkeypatch):
-    dies = dies_after(tmp_path, then=lambda run: os.kill(os.getpid(), signal.SIGTERM))
-    attempts = Attempts(tmp_path, monkeypatch, trainer(dies), trainer(ends_well))
-    assert attempts.summary.status in ("failed", "interrupted") and len(attempts.inputs) == 1
+@pytest.mark.parametrize(
+    ("clusters", "made", "reason"),
+    [
+        ([trainer(fails(LOST)), broken(NO_ROOM), trainer(ends_well)], 3, None),
+        ([broken(NO_ROOM)], 1, "RuntimeError: no room"),
+        ([trainer(fails(LOST)), broken(WRONG), trainer(ends_well)], 2, "scorer 'x': AttributeError: y"),
+        ([trainer(fails(ValueError("loss is not finite"))), trainer(ends_well)], 1, "ValueError: loss is not finite"),
+        ([trainer(fails_late(LOST)), trainer(ends_well)], 2, None),  # while it writes the last checkpoint
+    ],
+)
+def test_what_is_tried_again(attempts, clusters, made, reason):
+    """Neither a first start that fails, nor a wrong scorer, nor a failure that is no loss."""
+    summary = attempts.play(*clusters)
+    assert (summary.reason, len(attempts.inputs)) == (reason, made)
+    assert summary.status == ("done" if reason is None else "failed")
 
 
-def test_a_lost_engine_does_not_end_the_attempt(tmp_path, monkeypatch):
-    born: list[int] = []
-
-    async def engine(control: Control) -> None:
-        born.append(len(born))
-        if len(born) == 1:
-            raise PeerLost("rollout-0 is gone: killed")
-        control.end("done")
-
-    attempts = Attempts(tmp_path, monkeypatch, trainer(until_the_end, workers={"rollout-0": engine}))
-    assert attempts.summary.status == "done" and attempts.summary.faults == 1
-    assert attempts.clusters[0].lost == ["rollout-0"]
-    assert read_faults(attempts.run.faults)[0].replacement == "rollout-0.2"
+def test_a_signal_while_the_run_is_down_ends_it(attempts):
+    dies = attempts.dies_after(then=lambda run: os.kill(os.getpid(), signal.SIGTERM))
+    summary = attempts.play(dies, trainer(ends_well))
+    assert summary.status in ("failed", "interrupted") and len(attempts.inputs) == 1
 
 
-def test_an_engine_that_dies_too_often_ends_the_run_in_order(tmp_path, monkeypatch):
+def test_an_engine_that_dies_too_often_ends_the_run_in_order(attempts):
     saved: list[str] = []
 
     async def trains(control: Control) -> None:
@@ -230,11 +204,7 @@ def test_an_engine_that_dies_too_often_ends_the_run_in_order(tmp_path, monkeypat
         saved.append("checkpoint")
 
     cluster = trainer(trains, workers={"rollout-0": fails(PeerLost("rollout-0 is gone: killed"))})
-    attempts = Attempts(tmp_path, monkeypatch, cluster, run={"restarts": 1})
-    assert attempts.summary.status == "failed" and "run.restarts" in attempts.summary.reason
+    summary = attempts.play(cluster, run={"restarts": 1})
+    assert summary.status == "failed" and "run.restarts" in summary.reason
+    assert read_faults(attempts.run.faults)[0].replacement == "rollout-0.2"
     assert saved == ["checkpoint"] and len(attempts.inputs) == 1
-
-
-def test_a_trainer_that_dies_while_it_writes_the_last_checkpoint_is_replaced(tmp_path, monkeypatch):
-    attempts = Attempts(tmp_path, monkeypatch, trainer(fails_late(LOST)), trainer(ends_well))
-    assert attempts.summary.status == "done" and len(attempts.inputs) == 2

@@ -19,7 +19,7 @@ from omni_async.records.write.rundir import RunDirectory
 from omni_async.runtime.on_ray.cluster import RayCluster
 from omni_async.runtime.preflight.check import preflight
 from omni_async.worker import Worker
-from tests.runtime.runtime_world import write_world
+from tests.runtime.runtime_world import write_package, write_world
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(240)]
@@ -61,9 +61,7 @@ class Seer:
 def make_cluster(folder: Path, kind: str, gpus: float) -> RayCluster:
     """Makes a job with a worker of every role that can have devices, `gpus` each; `counter` is another package's."""
     each = {"cpus": 0.5, "gpus": gpus}
-    points = folder / "outside-1.0.dist-info" / "entry_points.txt"
-    points.parent.mkdir()
-    points.write_text("[omni_async.roles]\ncounter = tests.runtime.outside_role:ROLE\n")
+    write_package(folder, "outside", "omni_async.roles", counter="tests.runtime.outside_role:ROLE")
     reward = {
         "scorers": [{"name": "jpeg_size", "pool": "busy"}],
         "pools": [{"name": "busy", "resources": each}],
@@ -77,9 +75,7 @@ def make_cluster(folder: Path, kind: str, gpus: float) -> RayCluster:
 
 @pytest.mark.parametrize("kind", ["GPU", "NPU"])
 @pytest.mark.parametrize("gpus", [0, 0.5, 1])
-async def test_every_role_and_its_children_see_the_devices_that_it_was_given_and_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, gpus: float
-) -> None:
+async def test_roles_and_their_children_see_their_own_devices(tmp_path, monkeypatch, kind, gpus):
     monkeypatch.syspath_prepend(tmp_path)
     cluster = make_cluster(tmp_path, kind, gpus)
     try:
