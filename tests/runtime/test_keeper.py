@@ -59,8 +59,9 @@ class Team:
 
     async def drain_worker(self, name: str) -> None:
         if name not in self.linger:
-            self.at_work.get(name, asyncio.get_running_loop().create_future()).set_result(None)
             self.drained.add(name)
+            if name in self.at_work:
+                self.evict(name)
 
 
 class World:

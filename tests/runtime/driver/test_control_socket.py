@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,15 @@ Reply = Callable[[Request, Callable[[str], None]], Awaitable[dict[str, Any]]]
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "control.sock"
+
+
+@pytest.fixture
+def listening(path: Path) -> Iterator[socket.socket]:
+    """Listens in place of a run."""
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen(0)
+        yield listening
 
 
 async def echo(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -162,36 +171,33 @@ def test_too_many_clients(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             one.close()
 
     serve(path, echo, talk)
-    crowded = path.with_name("crowded.sock")
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(crowded))
-        listening.listen(0)
-        with send(crowded, b""), pytest.raises(ControlError, match=r"crowded\.sock is busy: too many clients wait"):
-            ask(crowded, Request())
+
+
+@pytest.mark.usefixtures("listening")
+def test_clients_that_wait_to_connect(path: Path) -> None:
+    with send(path, b""), pytest.raises(ControlError, match=r"control\.sock is busy: too many clients wait"):
+        ask(path, Request())
 
 
 @pytest.mark.parametrize("line", [b'{"doing":"x"}\n', b"x"])
 @pytest.mark.parametrize("stop", [False, True])
-def test_an_endless_answer(path: Path, line: bytes, stop: bool) -> None:
+def test_an_endless_answer(path: Path, listening: socket.socket, line: bytes, stop: bool) -> None:
     heard, ended = [], threading.Event()
 
-    def drip(listening: socket.socket) -> None:
+    def drip() -> None:
         connection, _ = listening.accept()
         with connection, suppress(OSError):
             while not ended.wait(0.01):
                 connection.sendall(line)
 
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(path))
-        listening.listen()
-        dripping = threading.Thread(target=drip, args=(listening,))
-        dripping.start()
-        try:
-            with pytest.raises(ControlError, match=r"does not answer within 0\.1 s"):
-                ask(path, Request(stop=stop), 0.1, heard.append)
-        finally:
-            ended.set()
-            dripping.join()
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    try:
+        with pytest.raises(ControlError, match=r"does not answer within 0\.1 s"):
+            ask(path, Request(stop=stop), 0.1, heard.append)
+    finally:
+        ended.set()
+        dripping.join()
     assert set(heard) <= {"x"}
 
 
@@ -212,10 +218,7 @@ def test_a_change_takes_longer_than_a_line_may(path: Path, monkeypatch: pytest.M
     assert heard == []
 
 
-async def test_a_run_that_ends_before_it_answers(path: Path) -> None:
-    listening = socket.socket(socket.AF_UNIX)
-    listening.bind(str(path))
-    listening.listen()
+async def test_a_run_that_ends_before_it_answers(path: Path, listening: socket.socket) -> None:
     asking = asyncio.create_task(asyncio.to_thread(ask, path, Request()))
     connection, _ = await asyncio.to_thread(listening.accept)
     connection.recv(100)

@@ -176,43 +176,37 @@ def test_a_pipe_for_metrics_is_refused(tmp_path):
         run.void_metrics(3, None)
 
 
-def test_a_validation_round_without_scores_is_no_number(tmp_path):
-    watched = watch(tmp_path, reward=lambda job: "offline" if job.kind == "validation" else control_world.distinct(job))
-    assert watched.console.validations == [(0, None), (2, None), (4, None)]
-    for line in watched.metrics("validation/reward"):
-        counts = (line["validation/reward"], line["samples"], line["asked"], line["not_scored"])
-        assert counts == (None, 0, 2, 2) and line["standard_error"] is None
-        assert line["reasons"] == [{"reason": "offline", "samples": 2}]
-    summary = watched.summary()
-    assert [(one.value, one.samples, one.asked) for one in summary.validation] == [(None, 0, 2)] * 3
-    assert summary.validation_change is None
-    write_summary(tmp_path / "summary.json", summary)
-    assert read_summary(tmp_path / "summary.json") == summary
-
-
 def test_rounds_are_compared_over_common_samples(tmp_path):
-    """Scores the second prompt, the hard one, in the first round alone."""
+    """Scores all in the first round, nothing in the second, and all but the second prompt in the last."""
 
     def reward(job: ScoreJob) -> float | str:
         if job.kind == "train":
             return control_world.distinct(job)
-        hard, first = ".p1." in job.sample_id, job.sample_id.startswith("v0.")
-        return (0.0 if first else "no face found") if hard else 0.5 + 0.125 * (not first)
+        version, hard = job.sample_id.partition(".")[0], ".p1." in job.sample_id
+        if version == "v2" or (version == "v4" and hard):
+            return "no face found"
+        return 0.0 if hard else {"v0": 0.5, "v4": 0.625}[version]
 
     calls: list[str] = []
     watched = watch(tmp_path, reward=reward, sink=TellingSink(calls))
+    assert watched.console.validations == [(0, 0.25), (2, None), (4, 0.625)]
+    (line,) = (line for line in watched.metrics("validation/reward") if line["update"] == 2)
+    assert (line["validation/reward"], line["samples"], line["asked"], line["not_scored"]) == (None, 0, 2, 2)
+    assert line["standard_error"] is None and line["reasons"] == [{"reason": "no face found", "samples": 2}]
     summary = watched.summary()
-    assert [one.value for one in summary.validation] == [0.25, 0.625, 0.625]
+    assert [(one.value, one.samples) for one in summary.validation] == [(0.25, 2), (None, 0), (0.625, 1)]
     change = summary.validation_change
     assert change is not None and change.numbers == {"reward": (0.5, 0.625)}
     assert (change.samples, change.asked) == (1, 2)
-    left_out = "1 of 2 samples not scored: no face found; it cannot be the best"
+    write_summary(tmp_path / "summary.json", summary)
+    assert read_summary(tmp_path / "summary.json") == summary
+    why = "of 2 samples not scored: no face found; it cannot be the best"
     assert [call for call in calls if call[0].isdigit()] == [
         "0 {'validation/reward': 0.25, 'not_scored': 0}",
-        "2 {'validation/reward': 0.625, 'not_scored': 1, 'validation_gain': 0.125}",
-        f"2 not_scored: version 2: {left_out}",
+        "2 {'not_scored': 2}",
+        f"2 not_scored: version 2: 2 {why}",
         "4 {'validation/reward': 0.625, 'not_scored': 1, 'validation_gain': 0.125}",
-        f"4 not_scored: version 4: {left_out}",
+        f"4 not_scored: version 4: 1 {why}",
     ]
 
 

