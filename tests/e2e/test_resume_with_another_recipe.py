@@ -107,9 +107,7 @@ def test_a_checkpoint_of_an_earlier_version(job: Job, capsys: pytest.CaptureFixt
     assert read_state(job.folder / "checkpoints" / "update-000002").statement is not None
 
 
-def test_other_files_at_the_same_path(
-    job: Job, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_files_at_the_same_path(job: Job, capsys, monkeypatch):
     prompts = job.recipe.parent / "prompts.txt"
     assert job.notes() == []
     prompts.write_text(prompts.read_text() + "one more\n")

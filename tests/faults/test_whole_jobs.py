@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
+import subprocess
 
 import psutil
 import pytest
@@ -13,7 +15,17 @@ import torch
 
 from benchmarks.kill_everything import RECIPE, Job, main, problems
 from omni_async.runtime.driver.control_socket import Request, ask
-from tests.support.job_world import left_behind, signal_group, slow_at, started, trained, write_emulated, write_recipe
+from tests.support.job_world import (
+    COMMAND,
+    ENVIRONMENT,
+    left_behind,
+    signal_group,
+    slow_at,
+    started,
+    trained,
+    write_emulated,
+    write_recipe,
+)
 from tests.support.patience import PATIENCE
 
 UPDATES = 60
@@ -111,3 +123,31 @@ def test_a_killed_driver_leaves_no_process(tmp_path):
     (run,) = (tmp_path / "runs").iterdir()
     assert not (run / "control.sock").exists()
     assert (run / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_a_terminal_that_closes(tmp_path):
+    """The kernel sends SIGHUP, and each later write to the terminal fails."""
+    recipe = write_emulated(tmp_path, slow_at("step", 0.2), trainer={"updates": 5000, "groups_per_update": 2})
+    ours, terminal = pty.openpty()
+
+    def adopt() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+        os.setsid()
+        os.close(os.open(os.ttyname(0), os.O_RDWR))  # the first terminal that a session opens controls it
+
+    streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+    job = subprocess.Popen([*COMMAND, str(recipe)], **streams, cwd="/", env=ENVIRONMENT, preexec_fn=adopt)
+    os.close(terminal)
+    try:
+        seen = b""
+        while b"2/5000" not in seen:
+            seen = seen[-10_000:] + os.read(ours, 10_000)
+        os.close(ours)
+        assert job.wait(PATIENCE) == 130
+    finally:
+        job.kill()
+        job.wait()
+    run = left_behind(recipe)
+    assert run.summary.status == "interrupted" and run.summary.updates > 0
+    assert [*run.path.glob("checkpoints/update-*/state.json")]

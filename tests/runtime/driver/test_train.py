@@ -8,7 +8,7 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +137,29 @@ def test_repeated_signals_that_are_one(monkeypatch):
     assert interruption.is_set() and not interruption.at_once.is_set()
 
 
-async def test_a_signal_is_taken_back_from_a_library():
+@pytest.fixture(params=[signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def number(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
+    """A signal whose handling is restored; a process starts with the default, unless under nohup."""
+    before = signal.signal(request.param, signal.SIG_DFL)
+    yield request.param
+    signal.signal(request.param, before)
+
+
+async def test_a_signal_is_taken_back_from_a_library(number):
     async with interrupts() as interrupted:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_IGN)
         listen(interrupted)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         await asyncio.wait_for(interrupted.wait(), PATIENCE)
+
+
+async def test_a_warning_that_was_ignored_at_the_start_stays_ignored(number):
+    """As SIGHUP is under nohup. SIGTERM is no warning."""
+    signal.signal(number, signal.SIG_IGN)
+    async with interrupts() as interrupted:
+        os.kill(os.getpid(), number)
+        await settle()
+        assert interrupted.is_set() == (number == signal.SIGTERM)
 
 
 async def test_outside_the_main_thread_nothing_is_installed():

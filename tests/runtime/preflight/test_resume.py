@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +54,6 @@ def checkpoint_of(run: Path, state: State, groups: dict[int, list[Any]] | None =
     write_manifest(partial(folder))
     put_in_place(folder)
     return folder
-
-
-@contextmanager
-def held(run: Path) -> Iterator[None]:
-    """Holds the run's lock, as a run that is under way does."""
-    with (run / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def refusal(config: Config) -> str:
@@ -131,8 +120,9 @@ def test_auto_reports_what_it_passes_over(tmp_path: Path, config: Config) -> Non
     (Path(config.run.dir) / "test-20270101-000000").write_text("a file")
     (Path(config.run.dir) / "test-notes").mkdir()
     passed: list[str] = []
-    with held(running):
-        point = found(config, passed)
+    lock = RunDirectory.reopen(running)
+    point = found(config, passed)
+    lock.release()
     assert (point.run, point.state.version) == (unfinished, 3)
     assert point.notes == ("going on with test-20260102-000000 from update 3",)
     runs, nothing, broken, done = passed
@@ -161,11 +151,12 @@ def test_a_run_beyond_the_last_update_is_refused(tmp_path: Path, config: Config)
 
 def test_a_running_run_is_left_alone(tmp_path: Path, config: Config) -> None:
     older, newer = run_of(config, "20260101-000000", 3), run_of(config, "20260102-000000", 1)
-    with held(newer):
-        assert found(config).run == older
-        assert "is running" in refusal(recipe(tmp_path, str(newer)))
-        with pytest.raises(RunDirectoryError, match="is running"):
-            RunDirectory.reopen(newer)
+    lock = RunDirectory.reopen(newer)
+    assert found(config).run == older
+    assert "is running" in refusal(recipe(tmp_path, str(newer)))
+    with pytest.raises(RunDirectoryError, match="is running"):
+        RunDirectory.reopen(newer)
+    lock.release()
 
 
 def test_wrong_paths(tmp_path: Path) -> None:
