@@ -317,8 +317,8 @@ def test_degrees_of_a_recipe(tmp_path: Path, line: Callable[..., str]) -> None:
     trainer = {"workers": 6, "sequence_parallel": 2}
     write_world(tmp_path, run={"runtime": "ray"}, rollout=rollout, trainer=trainer)
     recipe = tmp_path / "recipe.yaml"
-    assert main(["check", str(recipe), "--no-probe"]) == 0
     bucket = "rollout.buckets=[{sampling: {height: 48, width: 16}}]"
     assert "rollout.buckets.0.sampling: a sample's tokens are a multiple of 3" in line(recipe, bucket)
     said = "trainer.compile: layers whose attention exchanges tokens are not compiled"
     assert said in line(recipe, "trainer.compile=true")
+    assert main(["check", str(recipe), "--no-probe"]) == 0
