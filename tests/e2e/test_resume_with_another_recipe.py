@@ -1,12 +1,11 @@
-"""Tests that a run is never continued with something else in silence, and that its earlier checkpoints stay what they
-were: real runs of seconds in this process."""
+"""Tests that a real run is never resumed with something else in silence, and that its earlier checkpoints stay what
+they were. The rules of each key are tested in tests/checkpoint/test_statement.py."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -26,163 +25,109 @@ _SMALL = (
 )
 
 
+class Job:
+    """A run of adapters with one update, in copies of its recipe, model and folder."""
+
+    def __init__(self, first: Run, folder: Path) -> None:
+        self.model = shutil.copytree(first.config.model.path, folder / "model")
+        self.recipe, self.out = write_recipe(folder, str(self.model)), folder
+        self.folder = shutil.copytree(first.path, folder / "runs" / first.path.name)
+        self.update = self.folder / "checkpoints" / "update-000001"
+
+    def resumed(self, *overrides: str) -> tuple[str, ...]:
+        where = (f"run.dir={self.folder.parent}", f"checkpoint.resume={self.folder}")
+        return (*_SMALL, *where, "trainer.updates=2", *overrides)
+
+    def notes(self, *overrides: str) -> list[str]:
+        """Returns the console's lines about changes."""
+        found = preflight(load(self.recipe, self.resumed(*overrides))).notes
+        return [note for note in found if not note.startswith("going on with")]
+
+    def refusal(self, *overrides: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            self.notes(*overrides)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    def exported(self, name: str) -> tuple[bytes, ...]:
+        """Exports the first checkpoint and returns its weights and recipe."""
+        assert cli.main(["export", str(self.update), "--out", str(self.out / name)]) == 0
+        return tuple(
+            (self.out / name / file).read_bytes() for file in ("pytorch_lora_weights.safetensors", "recipe.yaml")
+        )
+
+    def drawn(self, name: str) -> list[bytes]:
+        words = ["sample", str(self.update), "--prompt", "the digit 7", "--steps", "2", "--out", str(self.out / name)]
+        assert cli.main(words) == 0
+        return [file.read_bytes() for file in sorted((self.out / name).glob("update-*/*.png"))]
+
+
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory, checkpoint: str) -> Run:
-    """A run of adapters with one update, which no test may change."""
     folder = tmp_path_factory.mktemp("first")
     model = shutil.copytree(checkpoint, folder / "model")
     return run(write_recipe(folder, str(model)), *_SMALL, f"run.dir={folder / 'runs'}")
 
 
 @pytest.fixture
-def job(first: Run, tmp_path: Path) -> tuple[Path, Path, Path]:
-    """Copies of its recipe, its model and its run's folder."""
-    recipe = write_recipe(tmp_path, str(shutil.copytree(first.config.model.path, tmp_path / "model")))
-    return recipe, tmp_path / "model", shutil.copytree(first.path, tmp_path / "runs" / first.path.name)
+def job(first: Run, tmp_path: Path) -> Job:
+    return Job(first, tmp_path)
 
 
-def resumed(recipe: Path, folder: Path, *overrides: str) -> tuple[str, ...]:
-    return (*_SMALL, f"run.dir={folder.parent}", f"checkpoint.resume={folder}", "trainer.updates=2", *overrides)
-
-
-def notes(recipe: Path, folder: Path, *overrides: str) -> list[str]:
-    """Returns what the console would say of the changes."""
-    found = preflight(load(recipe, resumed(recipe, folder, *overrides))).notes
-    return [note for note in found if not note.startswith("going on with")]
-
-
-def refusal(recipe: Path, folder: Path, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        preflight(load(recipe, resumed(recipe, folder, *overrides)))
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def exported(checkpoint: Path, out: Path) -> bytes:
-    assert cli.main(["export", str(checkpoint), "--out", str(out)]) == 0
-    return (out / "pytorch_lora_weights.safetensors").read_bytes()
-
-
-def changed_weights(model: Path, value: float = 1.0) -> None:
-    file = model / "transformer" / "diffusion_pytorch_model.safetensors"
-    tensors = load_file(file)
-    name = max(tensors, key=lambda one: tensors[one].numel())
-    tensors[name].view(-1)[1] += value
-    save_file(tensors, file, {"format": "pt"})
-
-
-def unstated(checkpoint: Path) -> None:
-    """Makes a checkpoint one of an earlier version."""
-    state = read_state(checkpoint)
-    write_state(checkpoint, replace(state, statement=None, engine={"optimizer_steps": state.version}))
-    (checkpoint / MANIFEST_FILE).unlink()
-    write_manifest(checkpoint)
-
-
-def test_another_alpha_is_refused_before_anything_starts(job: Any) -> None:
-    recipe, _, folder = job
-    line = refusal(recipe, folder, "model.lora.alpha=64")
-    assert (
-        "model.lora.alpha: the checkpoint has 8, the recipe 64; keep 8 (the policy would jump by the factor 8)" in line
-    )
-    named = f"checkpoint.resume={folder / 'checkpoints' / 'update-000001'}"
-    assert "model.lora.alpha: the checkpoint has 8, the recipe 64" in refusal(
-        recipe, folder, "model.lora.alpha=64", named
-    )
-
-
-def test_exports_of_earlier_checkpoints_stay_to_the_bit_whatever_the_run_continues_with(
-    job: Any, tmp_path: Path
-) -> None:
-    recipe, _, folder = job
-    update = folder / "checkpoints" / "update-000001"
-    before = exported(update, tmp_path / "before")
-    card = (tmp_path / "before" / "README.md").read_text()
+def test_earlier_checkpoints_stay_to_the_bit(job: Job) -> None:
+    exported, drawn = job.exported("before"), job.drawn("drawn before")
     changed = ("trainer.optimizer.lr=0.02", "run.seed=9", "algorithm.clip_range_nats=2.0", "staleness.max_updates=1")
-    again = run(recipe, *resumed(recipe, folder, *changed))
-    assert again.path == folder and again.summary.updates == 2
-    assert exported(update, tmp_path / "after") == before
-    assert (tmp_path / "after" / "recipe.yaml").read_bytes() == (tmp_path / "before" / "recipe.yaml").read_bytes()
-    assert [line for line in card.splitlines() if line.startswith("| seed")] == ["| seed | 3 |"]
-    assert "| seed | 3 |" in (tmp_path / "after" / "README.md").read_text()
-    exported(folder / "checkpoints" / "update-000002", tmp_path / "newer")
-    assert "| seed | 9 |" in (tmp_path / "newer" / "README.md").read_text()
-    recorded = [json.loads(line) for line in (folder / "changes.jsonl").read_text().splitlines()]
+    again = run(job.recipe, *job.resumed(*changed))
+    assert again.path == job.folder and again.summary.updates == 2
+    recorded = [json.loads(line) for line in (job.folder / "changes.jsonl").read_text().splitlines()]
     assert {"update": 1, "key": "run.seed", "before": 3, "now": 9} in recorded and len(recorded) == len(changed)
     # The run's own recipe counts for nothing.
-    text = (folder / "config.yaml").read_text()
-    (folder / "config.yaml").write_text(text.replace("alpha: 8.0", "alpha: 64.0"))
-    assert exported(update, tmp_path / "edited") == before
+    text = (job.folder / "config.yaml").read_text()
+    (job.folder / "config.yaml").write_text(text.replace("alpha: 8.0", "alpha: 64.0"))
+    assert job.exported("after") == exported
+    assert "| seed | 3 |" in (job.out / "after" / "README.md").read_text()
+    assert drawn and job.drawn("drawn after") == drawn
 
 
-def test_a_checkpoint_of_an_earlier_version_is_read_with_its_run_s_recipe_and_that_is_said(
-    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe, _, folder = job
-    update = folder / "checkpoints" / "update-000001"
-    before = exported(update, tmp_path / "before")
-    unstated(update)
+def test_a_checkpoint_of_an_earlier_version(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    """It states no recipe: the run's own is read."""
+    before, state = job.exported("before"), read_state(job.update)
+    write_state(job.update, replace(state, statement=None, engine={"optimizer_steps": state.version}))
+    (job.update / MANIFEST_FILE).unlink()
+    write_manifest(job.update)
     capsys.readouterr()
-    assert exported(update, tmp_path / "after") == before
+    assert job.exported("after") == before
     assert "checkpoints of an earlier version state no recipe; config.yaml is read instead" in capsys.readouterr().err
-    assert "model.lora.alpha: the checkpoint has 8, the recipe 64" in refusal(recipe, folder, "model.lora.alpha=64")
-    [note] = notes(recipe, folder)
-    assert note == (
-        f"warning: update-000001 is of an earlier version and states no recipe; it is compared with"
-        f" {folder / 'config.yaml'}"
-    )
-    again = run(recipe, *resumed(recipe, folder))
-    assert again.summary.updates == 2
-    assert read_state(folder / "checkpoints" / "update-000002").statement is not None
+    for named in ((), (f"checkpoint.resume={job.update}",)):
+        said = job.refusal("model.lora.alpha=64", *named)
+        assert "model.lora.alpha: the checkpoint has 8, the recipe 64" in said
+    [note] = job.notes()
+    assert note.startswith("warning: update-000001 is of an earlier version and states no recipe; it is compared with")
+    assert run(job.recipe, *job.resumed()).summary.updates == 2
+    assert read_state(job.folder / "checkpoints" / "update-000002").statement is not None
 
 
-def test_other_weights_at_the_same_path_are_refused_and_the_same_elsewhere_are_not(
-    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe, model, folder = job
-    update, moved = folder / "checkpoints" / "update-000001", shutil.copytree(model, tmp_path / "moved")
-    changed_weights(model)
-    assert "model.path/transformer: its content is not what the checkpoint states" in refusal(recipe, folder)
-    assert cli.main(["export", str(update), "--out", str(tmp_path / "refused"), "--base", str(model)]) == 2
-    assert "/transformer: it is another base model than update-000001 was trained from" in capsys.readouterr().err
-    assert cli.main(["export", str(update), "--out", str(tmp_path / "moved_base"), "--base", str(moved)]) == 0
-    assert notes(recipe, folder, f"model.path={moved}") == []
-    assert run(recipe, *resumed(recipe, folder, f"model.path={moved}")).summary.updates == 2
-
-
-def test_the_trainer_compares_every_byte_of_the_weights_that_it_loads(
-    job: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe, model, folder = job
-    changed_weights(model)
-    monkeypatch.setattr(
-        "omni_async.runtime.preflight.check.contents_of", lambda *_: {}
-    )  # as if no changed piece were read
-    summary = train(preflight(load(recipe, resumed(recipe, folder))))
-    assert summary.status == "failed" and "it was trained from weights of digest" in str(summary.reason)
-
-
-def test_other_prompts_are_named(job: Any) -> None:
-    recipe, _, folder = job
-    prompts = recipe.parent / "prompts.txt"
-    assert notes(recipe, folder) == []
+def test_other_files_at_the_same_path(job: Job, capsys, monkeypatch):
+    prompts = job.recipe.parent / "prompts.txt"
+    assert job.notes() == []
     prompts.write_text(prompts.read_text() + "one more\n")
     named = "changed since update-000001: data.prompts: the content that the checkpoint states -> other content"
-    assert notes(recipe, folder) == [named]
-    same = prompts.rename(prompts.with_name("elsewhere.txt"))
-    same.write_text(same.read_text().removesuffix("one more\n"))
-    assert notes(recipe, folder, f"data.prompts={same}") == []
+    assert job.notes() == [named]
+    prompts.write_text(prompts.read_text().removesuffix("one more\n"))
 
-
-def test_a_sample_is_drawn_with_the_scale_that_its_checkpoint_states(
-    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, _, folder = job
-    monkeypatch.chdir(tmp_path)
-    words = ["sample", str(folder), "--prompt", "the digit 7", "--steps", "2"]
-    assert cli.main([*words, "--out", "before"]) == 0
-    text = (folder / "config.yaml").read_text()
-    (folder / "config.yaml").write_text(text.replace("alpha: 8.0", "alpha: 64.0"))
-    assert cli.main([*words, "--out", "after"]) == 0
-    before, after = (sorted(Path(name).glob("update-*/*.png")) for name in ("before", "after"))
-    assert before and [file.read_bytes() for file in before] == [file.read_bytes() for file in after]
+    moved, file = job.out / "moved", job.model / "transformer" / "diffusion_pytorch_model.safetensors"
+    shutil.copytree(job.model, moved)
+    tensors = load_file(file)
+    tensors[max(tensors, key=lambda one: tensors[one].numel())].view(-1)[1] += 1.0
+    save_file(tensors, file, {"format": "pt"})
+    assert "model.path/transformer: its content is not what the checkpoint states" in job.refusal()
+    export = ["export", str(job.update), "--base"]
+    assert cli.main([*export, str(job.model), "--out", str(job.out / "refused")]) == 2
+    assert "/transformer: it is another base model than update-000001 was trained from" in capsys.readouterr().err
+    assert cli.main([*export, str(moved), "--out", str(job.out / "moved base")]) == 0
+    assert job.notes(f"model.path={moved}") == []
+    with monkeypatch.context() as patched:  # as if no changed piece were read: the trainer compares every byte
+        patched.setattr("omni_async.runtime.preflight.check.contents_of", lambda *_: {})
+        summary = train(preflight(load(job.recipe, job.resumed())))
+    assert summary.status == "failed" and "it was trained from weights of digest" in str(summary.reason)
+    assert run(job.recipe, *job.resumed(f"model.path={moved}")).summary.updates == 2

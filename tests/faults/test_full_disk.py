@@ -26,7 +26,7 @@ from omni_async.runtime.driver import results, session
 from omni_async.runtime.driver import train as runtime
 from omni_async.runtime.driver.train import train
 from omni_async.runtime.preflight.check import preflight
-from tests.runtime.runtime_world import Control, HandCluster, RememberingConsole, until_the_end, write_world
+from tests.runtime.runtime_world import HandCluster, RememberingConsole, fails, until_the_end, write_world
 from tests.support.job_world import ENVIRONMENT, write_emulated
 from tests.support.patience import PATIENCE
 
@@ -61,8 +61,6 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], None], 
     def opened(path: Path, flags: int) -> FileIO:
         return FileIO("/dev/full", "a") if path in _ON_A_FULL_DEVICE else open_kept(path, flags)
 
-    monkeypatch.setattr(writing, "_open_kept", opened)
-
     def spoil_in_the_run_folder(how: Callable[[Path], None], name: str) -> None:
         def created(config: Config, clock: Clock) -> RunDirectory:
             run = create(config, clock)
@@ -71,6 +69,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], None], 
 
         monkeypatch.setattr(RunDirectory, "create", created)
 
+    monkeypatch.setattr(writing, "_open_kept", opened)
     return spoil_in_the_run_folder
 
 
@@ -84,7 +83,7 @@ def emulated(folder: Path, overrides: list[str], console: RememberingConsole | N
 
 
 @pytest.mark.parametrize("lost", sorted(RESULTS))
-def test_one_result_that_cannot_be_written_costs_no_other_and_is_reported(tmp_path, spoil, capsys, lost):
+def test_a_result_that_cannot_be_written_costs_no_other(tmp_path, spoil, capsys, lost):
     spoil(obstructed, lost)
     assert cli.main(["train", str(write_emulated(tmp_path)), *SHORT]) == 1
     said = capsys.readouterr()
@@ -98,7 +97,7 @@ def test_one_result_that_cannot_be_written_costs_no_other_and_is_reported(tmp_pa
     assert (run / "spans.jsonl").exists() == (lost == "trace.json"), "what the timeline would have been made of stays"
 
 
-def test_the_summary_gets_the_room_of_what_is_in_memory(tmp_path, monkeypatch):
+def test_the_summary_gets_the_room_of_the_spans(tmp_path, monkeypatch):
     real = results.write_summary
 
     def while_spans_are_there(path: Path, summary: Any) -> None:
@@ -112,9 +111,8 @@ def test_the_summary_gets_the_room_of_what_is_in_memory(tmp_path, monkeypatch):
     assert read_summary(run / "summary.json") == summary
 
 
-def test_a_folder_that_becomes_read_only_costs_the_results_and_is_reported(tmp_path, monkeypatch):
-    """Covers a file system that the kernel remounts after an error: there even removing a file that is not there
-    fails."""
+def test_a_folder_that_becomes_read_only(tmp_path, monkeypatch):
+    """As the kernel remounts a file system after an error: even removing a missing file fails there."""
 
     def refused(path: Path, *_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(path))
@@ -135,8 +133,7 @@ def test_a_folder_that_becomes_read_only_costs_the_results_and_is_reported(tmp_p
 # ---- what is written all the time ------------------------------------------------------------------------------------
 
 
-def test_no_file_can_grow_any_more_and_the_run_ends_in_order(tmp_path):
-    """Covers the limit of the operating system on a file's size, which any of the files that grow may meet."""
+def test_files_that_cannot_grow(tmp_path):
     code = "import resource as r, sys; r.setrlimit(r.RLIMIT_FSIZE, (60_000, 60_000)); from omni_async import cli"
     command = [sys.executable, "-c", f"{code}; sys.exit(cli.main())", "train", str(write_emulated(tmp_path)), *LONG]
     command += ["checkpoint.every=1000"]
@@ -150,18 +147,10 @@ def test_no_file_can_grow_any_more_and_the_run_ends_in_order(tmp_path):
     assert summary.status == "failed" and summary.updates > 0
 
 
-def test_a_fault_that_cannot_be_recorded_ends_the_run_with_the_reason(tmp_path, monkeypatch, spoil):
+def test_a_fault_that_cannot_be_recorded(tmp_path, monkeypatch, spoil):
     spoil(full, "faults.jsonl")
     monkeypatch.setattr(session, "_LAST_EVENTS_S", 0.001)
-    lost = 0
-
-    async def engine(control: Control) -> None:
-        nonlocal lost
-        lost += 1
-        if lost == 1:
-            raise PeerLost("rollout-0 is gone: killed")
-        await control.over.wait()
-
+    engine = fails(PeerLost("rollout-0 is gone: killed"))
     cluster = HandCluster({"trainer": until_the_end}, workers={"rollout-0": engine})
     monkeypatch.setattr(runtime, "build_cluster", lambda *_: cluster)
     summary = train(preflight(write_world(tmp_path)), RememberingConsole())
@@ -171,7 +160,7 @@ def test_a_fault_that_cannot_be_recorded_ends_the_run_with_the_reason(tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
-def test_a_line_that_cannot_be_written_ends_the_run_with_the_reason_and_a_true_count(tmp_path, spoil, name):
+def test_a_line_that_cannot_be_written(tmp_path, spoil, name):
     spoil(full, name)
     summary, run = emulated(tmp_path, LONG)
     assert summary.status == "failed" and summary.reason is not None
@@ -185,8 +174,8 @@ def test_a_line_that_cannot_be_written_ends_the_run_with_the_reason_and_a_true_c
         assert counters.trained == sum(summary.staleness.values()) == 8 * summary.updates
 
 
-def test_checkpoints_that_cannot_be_written_are_reported_and_the_last_one_is_a_failure(tmp_path, monkeypatch):
-    """Ends the run only at the last one, because space may come back while the run goes on."""
+def test_checkpoints_that_cannot_be_written(tmp_path, monkeypatch):
+    """Only the last one ends the run, because space may come back."""
     written, real = 0, checkpointer.write_state
 
     def sometimes(folder: Path, state: Any) -> None:

@@ -1,10 +1,10 @@
-"""Tests a run whose judge is a scripted OpenAI-compatible server that does everything wrong in turn: no fault becomes a
-number, and every group ends once."""
+"""Tests a run whose judge, a scripted OpenAI-compatible server, has every fault in turn: none becomes a number."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import queue
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from tests.support.job_world import run
 from tests.support.patience import PATIENCE
 
 FAULTS = ("429", "500", "truncated JSON", "half a surrogate pair", "1 MB", "slow", "hang")
-# What the judge says of each prompt of the recipe: a fault that counted as any number would show in a group's reward.
+# A fault that counted as any number would show in a group's reward.
 YES = {
     "the digit 7": 0.9,
     "a photo of a red circle on a white background": 0.3,
@@ -68,28 +68,25 @@ class Judge:
 
 @contextmanager
 def serving(judge: Judge) -> Iterator[str]:
-    """Yields the address of the judge's server, which runs in a thread of its own."""
-    ready, loop, url = threading.Event(), asyncio.new_event_loop(), ""
+    """Yields the address of the judge's server, which runs in a thread."""
+    urls, loop = queue.SimpleQueue[str](), asyncio.new_event_loop()
 
     async def serve() -> None:
-        nonlocal url
         async with judging(judge) as server:
-            url = server.url
-            ready.set()
+            urls.put(server.url)
             await judge.over.wait()
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
     thread.start()
     try:
-        assert ready.wait(PATIENCE)
-        yield url
+        yield urls.get(timeout=PATIENCE)
     finally:
         loop.call_soon_threadsafe(judge.over.set)
         thread.join()
         loop.close()
 
 
-def test_a_run_outlives_every_fault_of_its_judge_and_none_becomes_a_number(recipe: Path) -> None:
+def test_a_run_outlives_every_fault_of_its_judge(recipe: Path) -> None:
     judge = Judge()
     with serving(judge) as url:
         # Only a sample whose 41 questions all take longer than half a second would be one that the judge fails.

@@ -1,14 +1,13 @@
-"""Tests signals to a whole job, at random moments and at chosen ones.
-
-After kill -9, what goes on from the checkpoint is the same job, with nothing lost or done twice. After SIGTERM, as a
-cluster sends it before it takes a machine away, there is a checkpoint soon, whatever was under way.
-"""
+"""Tests signals to a whole job: after kill -9 it is resumed with nothing lost or done twice, and after SIGTERM there is
+a checkpoint soon."""
 
 from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
+import subprocess
 
 import psutil
 import pytest
@@ -16,7 +15,17 @@ import torch
 
 from benchmarks.kill_everything import RECIPE, Job, main, problems
 from omni_async.runtime.driver.control_socket import Request, ask
-from tests.support.job_world import left_behind, signal_group, slow_at, started, trained, write_emulated, write_recipe
+from tests.support.job_world import (
+    COMMAND,
+    ENVIRONMENT,
+    left_behind,
+    signal_group,
+    slow_at,
+    started,
+    trained,
+    write_emulated,
+    write_recipe,
+)
 from tests.support.patience import PATIENCE
 
 UPDATES = 60
@@ -25,7 +34,7 @@ QUICK = ["emulation.time_scale=0.001", f"trainer.updates={UPDATES}", "checkpoint
 
 @pytest.mark.sliced(floor=1)
 @pytest.mark.parametrize(("seed", "settings"), [(0, ["buffer.window=2"]), (1, ["staleness.max_updates=0"])])
-def test_a_job_that_is_killed_again_and_again_trains_every_group_once(tmp_path, seed, settings, capfd):
+def test_a_killed_job_trains_every_group_once(tmp_path, seed, settings, capfd):
     overrides = [*QUICK, *settings, "run.runtime=inprocess"]
     arguments = ["--kills", "4", "--within", "1.5", "--seed", str(seed), "--out", str(tmp_path / "runs")]
     assert main([*arguments, "--recipe", str(RECIPE), *overrides]) == 0, capfd.readouterr()
@@ -36,7 +45,7 @@ def test_a_job_that_is_killed_again_and_again_trains_every_group_once(tmp_path, 
     assert (summary["updates"], summary["conserved"], summary["status"]) == (UPDATES, True, "done")
     assert sum(summary["staleness"].values()) == summary["counters"]["trained"] == UPDATES * 32
 
-    # And it would have been noticed.
+    # The check notices what would be wrong.
     ledger = job.run / "ledger.jsonl"
     lines = ledger.read_bytes().splitlines(keepends=True)
     for tampered, said in (
@@ -52,7 +61,7 @@ def test_a_job_that_is_killed_again_and_again_trains_every_group_once(tmp_path, 
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_without_staleness_the_resumed_weights_are_the_uninterrupted_ones(checkpoint, tmp_path):
+def test_resumed_weights_are_the_uninterrupted_ones(checkpoint, tmp_path):
     """Compares to the bit, with AdamW and an average."""
     optimizer = ("trainer.updates=6", "trainer.optimizer={name: adamw, lr: 0.001}", "trainer.ema.every=1")
     settings = (*optimizer, "checkpoint.every=1", "checkpoint.keep=10")
@@ -76,7 +85,7 @@ def test_without_staleness_the_resumed_weights_are_the_uninterrupted_ones(checkp
 @pytest.mark.slow
 @pytest.mark.sliced(floor=1)
 @pytest.mark.parametrize("runtime", ["ray", "inprocess"])
-def test_a_run_that_is_preempted_leaves_a_checkpoint_in_time(tmp_path, runtime):
+def test_a_preempted_run_leaves_a_checkpoint_in_time(tmp_path, runtime):
     """Stops the run in the middle of an update of 8 groups that takes 80 s, more than we wait for the end."""
     settings = (f"run.runtime={runtime}", "trainer.streaming=off", "trainer.updates=50", "checkpoint.every=50")
     recipe = write_emulated(tmp_path, slow_at("train", 10.0))
@@ -94,9 +103,8 @@ def test_a_run_that_is_preempted_leaves_a_checkpoint_in_time(tmp_path, runtime):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_preempted_while_it_loads_ends_in_order(recipe):
-    """Stops the run once Ray has started, which would take the signal for itself, and whose processes would die of
-    it."""
+def test_preemption_while_loading(recipe):
+    """Ray would take the signal for itself, and its processes would die of it."""
     signal_group(signal.SIGTERM, "loading engines", recipe, "run.runtime=ray", after_s=1)
     run = left_behind(recipe)
     assert (run.summary.status, run.summary.reason) == ("interrupted", "before the first update")
@@ -104,7 +112,7 @@ def test_a_run_that_is_preempted_while_it_loads_ends_in_order(recipe):
 
 
 @pytest.mark.slow
-def test_a_driver_that_is_killed_leaves_no_process_and_one_that_is_terminated_while_ray_starts_ends_in_order(tmp_path):
+def test_a_killed_driver_leaves_no_process(tmp_path):
     recipe = write_emulated(tmp_path, slow_at("train", 0.05))
     settings = ("run.runtime=ray", "trainer.updates=100000", "checkpoint.every=1", "checkpoint.resume=auto")
     gone, alive = psutil.wait_procs(signal_group(signal.SIGKILL, "update 2/", recipe, *settings), timeout=PATIENCE)
@@ -115,3 +123,31 @@ def test_a_driver_that_is_killed_leaves_no_process_and_one_that_is_terminated_wh
     (run,) = (tmp_path / "runs").iterdir()
     assert not (run / "control.sock").exists()
     assert (run / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_a_terminal_that_closes(tmp_path):
+    """The kernel sends SIGHUP, and each later write to the terminal fails."""
+    recipe = write_emulated(tmp_path, slow_at("step", 0.2), trainer={"updates": 5000, "groups_per_update": 2})
+    ours, terminal = pty.openpty()
+
+    def adopt() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+        os.setsid()
+        os.close(os.open(os.ttyname(0), os.O_RDWR))  # the first terminal that a session opens controls it
+
+    streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+    job = subprocess.Popen([*COMMAND, str(recipe)], **streams, cwd="/", env=ENVIRONMENT, preexec_fn=adopt)
+    os.close(terminal)
+    try:
+        seen = b""
+        while b"2/5000" not in seen:
+            seen = seen[-10_000:] + os.read(ours, 10_000)
+        os.close(ours)
+        assert job.wait(PATIENCE) == 130
+    finally:
+        job.kill()
+        job.wait()
+    run = left_behind(recipe)
+    assert run.summary.status == "interrupted" and run.summary.updates > 0
+    assert [*run.path.glob("checkpoints/update-*/state.json")]

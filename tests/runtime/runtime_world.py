@@ -53,6 +53,15 @@ OFFLINE: dict[str, Any] = {
 }
 
 
+def write_package(site: Path, name: str, group: str, **points: str) -> None:
+    """Writes the metadata of an installed package with entry points of this group."""
+    folder = site / f"{name}-1.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    lines = "".join(f"{point} = {made}\n" for point, made in points.items())
+    (folder / "entry_points.txt").write_text(f"[{group}]\n{lines}")
+
+
 def write_checkpoint(folder: Path, class_name: str = "QwenImagePipeline") -> None:
     (folder / "transformer").mkdir(parents=True, exist_ok=True)
     (folder / "transformer" / "config.json").write_text('{"num_attention_heads": 4}')
@@ -71,6 +80,9 @@ def write_ledger(run: Path, groups: int) -> list[LedgerState]:
         ledger.end(LedgerEntry(run.name, group, group, "trained", None, 0, 1 + group // 2, 0, (0, 0), 1, 0.5))
         states.append(ledger.state())
     return states
+
+
+NOTHING = dict.fromkeys(("admitted", "trained", "rejected", "dropped", "live"), 0)
 
 
 class RememberingConsole:
@@ -132,28 +144,15 @@ class RecordingSink(Sink):
 
 def update(version: int, started: float, finished: float, **metrics: float) -> RunEvent:
     """Makes the event of an update."""
-    buffer = {"capacity": 8, "reserved": 0, "ready": 0}
+    buffer, slots = {"capacity": 8, "reserved": 0, "ready": 0}, {"live": 0, "awaiting_publication": 0, "capacity": 4}
+    held = {"capacity": None, "reserved": 300, "ready": 200, "most": 250}
     data = {
-        "version": version,
-        "started": started,
-        "finished": finished,
-        "reward": 0.5,
-        "parts": {},
-        "staleness": [0, 1],
-        "metrics": metrics,
-        "images": 4 * version,
-        "drawn": 0,
-        "encoded": 0,
-        "cached": 0,
-        "scorers": {},
+        **{"version": version, "started": started, "finished": finished, "metrics": metrics},
+        **{"reward": 0.5, "parts": {}, "staleness": [0, 1], "images": 4 * version, "scorers": {}},
+        **dict.fromkeys(("drawn", "encoded", "cached"), 0),
         "admission": Pace(lead_s=1.0, work_s=2.0, reserve_s=0.5, starved_s=0.0),
-        "conservation": dict.fromkeys(("admitted", "trained", "rejected", "dropped", "live"), 0),
-        "buffers": {
-            "slots": {"live": 0, "awaiting_publication": 0, "capacity": 4},
-            "trajectories": buffer,
-            "replay": buffer,
-            "bytes": {"capacity": None, "reserved": 300, "ready": 200, "most": 250},
-        },
+        "conservation": NOTHING,
+        "buffers": {"slots": slots, "trajectories": buffer, "replay": buffer, "bytes": held},
     }
     return RunEvent("update", data)
 
@@ -181,8 +180,7 @@ class Control:
             self.over.set()
             how = {"status": status, "reason": reason}
             self.log.add("closing", how)
-            conservation = dict.fromkeys(("admitted", "trained", "rejected", "dropped", "live"), 0)
-            self.log.add("ended", how | {"images": 0, "conservation": conservation, "reasons": {}})
+            self.log.add("ended", how | {"images": 0, "conservation": NOTHING, "reasons": {}})
 
     async def events(self) -> list[RunEvent]:
         return await self.log.take()

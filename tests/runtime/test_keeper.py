@@ -19,7 +19,7 @@ pytestmark = pytest.mark.virtual_time
 
 
 class Team:
-    """The part of a cluster that a keeper uses: its workers work until they are told to fail, to end, or to leave."""
+    """The part of a cluster that a keeper uses; its workers work until the test fails, ends or drains them."""
 
     def __init__(self, start_s: float = 5.0) -> None:
         self.start_s = start_s
@@ -59,8 +59,9 @@ class Team:
 
     async def drain_worker(self, name: str) -> None:
         if name not in self.linger:
-            self.at_work.get(name, asyncio.get_running_loop().create_future()).set_result(None)
             self.drained.add(name)
+            if name in self.at_work:
+                self.evict(name)
 
 
 class World:
@@ -84,8 +85,7 @@ class World:
 
 @asynccontextmanager
 async def keeping(restarts: int = 5, team: Team | None = None) -> AsyncIterator[World]:
-    """Keeps two engines and a reward worker while the story goes on; then the run closes. Raises what ends it
-    before."""
+    """Keeps two engines and a reward worker; then the run closes. Raises what ends it before."""
     async with Supervisor() as supervisor:
         world = World(restarts, team or Team(), supervisor)
         for name in ("rollout-0", "rollout-1", "reward-0"):
@@ -102,7 +102,6 @@ async def keeping(restarts: int = 5, team: Team | None = None) -> AsyncIterator[
 async def test_a_lost_worker_is_replaced_under_another_name() -> None:
     async with keeping() as world:
         await world.lose("rollout-1", "end of file")
-        assert sorted(world.team.at_work) == ["reward-0", "rollout-0", "rollout-1.2"]
         await world.lose("rollout-1.2", wait_s=60)
         assert sorted(world.team.at_work) == ["reward-0", "rollout-0", "rollout-1.3"]
     assert world.team.lost == [("rollout-1", "rollout-1: end of file"), ("rollout-1.2", "rollout-1.2: killed")]
@@ -118,7 +117,7 @@ async def test_a_lost_worker_is_replaced_under_another_name() -> None:
 
 @pytest.mark.parametrize("evicted_before", [False, True])
 async def test_a_worker_that_is_given_up_is_ended_and_replaced(evicted_before: bool) -> None:
-    """Covers the coordinator's eviction of an engine that the publisher gives up, of which the driver learns later."""
+    """The driver may learn of it after the coordinator has evicted the engine."""
     async with keeping() as world:
         if evicted_before:
             world.team.evict("rollout-0")
@@ -132,7 +131,7 @@ async def test_a_worker_that_is_given_up_is_ended_and_replaced(evicted_before: b
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_the_end_of_a_run_is_no_loss_nor_is_what_fails_after_it(fails: bool) -> None:
+async def test_the_end_of_a_run_is_no_loss(fails: bool) -> None:
     async with keeping() as world:
         if fails:
             world.keeper.stop_replacing()
@@ -144,27 +143,23 @@ async def test_the_end_of_a_run_is_no_loss_nor_is_what_fails_after_it(fails: boo
 
 
 @pytest.mark.parametrize(
-    ("restarts", "said"),
-    [
-        (2, r"reward-0 was lost \(.*\) after it had been replaced 2 times within the hour.* run\.restarts"),
-        (0, r"reward-0 was lost .* and run\.restarts is 0"),
-    ],
+    ("restarts", "said"), [(2, "after it had been replaced 2 times within the hour"), (0, "and run.restarts is 0")]
 )
 async def test_too_many_losses_in_one_slot_within_an_hour_end_the_run(restarts: int, said: str) -> None:
-    with pytest.raises(TaskFailed, match=said):
+    with pytest.raises(TaskFailed, match=f"reward-0 was lost .* {said}"):
         async with keeping(restarts) as world:
             for name in ("reward-0", "reward-0.2", "reward-0.3")[: restarts + 1]:
                 await world.lose(name, wait_s=100)
 
 
-async def test_losses_an_hour_apart_are_forgotten_and_every_slot_counts_for_itself() -> None:
+async def test_losses_count_for_an_hour_and_by_slot() -> None:
     async with keeping(restarts=1) as world:
         for suffix in ("", ".2", ".3", ".4", ".5"):
             world.team.kill(f"rollout-0{suffix}")
             await world.lose(f"rollout-1{suffix}", wait_s=3601)
 
 
-async def test_a_replacement_that_does_not_start_is_tried_again_with_growing_pauses() -> None:
+async def test_a_replacement_that_does_not_start_is_tried_again() -> None:
     async with keeping() as world:
         world.team.refuse = [ValueError("no room")] * 3
         await world.lose("rollout-0", wait_s=100)
@@ -185,15 +180,12 @@ async def test_workers_are_added_and_leave_when_they_have_finished() -> None:
     assert {name for name, _ in world.team.lost} == {"rollout-1", "rollout-2", "rollout-3", "rollout-3.2"}
 
 
-async def test_a_request_for_workers_reports_what_it_waits_for() -> None:
+async def test_a_change_of_workers_reports_its_progress() -> None:
     async with keeping() as world:
         lines: list[tuple[float, str]] = []
         clock = asyncio.get_running_loop().time
         began = clock()
-
-        def tell(text: str) -> None:
-            lines.append((clock() - began, text))
-
+        tell = lambda text: lines.append((clock() - began, text))  # noqa: E731
         await world.keeper.scale("rollout", 3, tell)
         await world.keeper.scale("rollout", 3, tell)
         await asyncio.sleep(1)
@@ -209,7 +201,7 @@ async def test_a_request_for_workers_reports_what_it_waits_for() -> None:
         ]
 
 
-async def test_a_request_while_workers_are_being_added_reports_that_it_waits_and_one_that_fails_changes_nothing():
+async def test_changes_of_workers_wait_for_each_other_or_change_nothing() -> None:
     async with keeping() as world:
         lines: list[str] = []
         await asyncio.gather(world.keeper.scale("rollout", 3), world.keeper.scale("rollout", 2, lines.append))
@@ -225,7 +217,7 @@ async def test_a_request_while_workers_are_being_added_reports_that_it_waits_and
         assert await world.scale("reward", 2) == ["reward-0", "reward-1.2"] and not world.faults
 
 
-async def test_an_added_worker_that_dies_of_the_end_of_the_run_says_that_it_is_ending() -> None:
+async def test_an_added_worker_that_dies_of_the_end_of_the_run() -> None:
     async with keeping() as world:
         scaling = asyncio.ensure_future(world.keeper.scale("rollout", 3))
         await asyncio.sleep(world.team.start_s / 2)
@@ -235,7 +227,7 @@ async def test_an_added_worker_that_dies_of_the_end_of_the_run_says_that_it_is_e
             await scaling
 
 
-async def test_a_leaving_worker_that_is_given_up_or_was_just_lost_is_neither_replaced_nor_counted() -> None:
+async def test_a_leaving_worker_is_neither_replaced_nor_counted() -> None:
     async with keeping(restarts=0) as world:
         world.team.linger = {"rollout-1"}
         await world.keeper.scale("rollout", 1)
@@ -249,7 +241,7 @@ async def test_a_leaving_worker_that_is_given_up_or_was_just_lost_is_neither_rep
 
 
 @pytest.mark.parametrize("after", [0.5, 3.0, 7.0])
-async def test_a_worker_that_is_not_needed_any_more_while_it_is_replaced_does_not_stay(after: float) -> None:
+async def test_a_worker_that_is_no_longer_needed_while_it_is_replaced(after: float) -> None:
     """Covers the pause before the start, the start itself, and the time after it."""
     async with keeping() as world:
         await world.lose("rollout-1")
@@ -268,8 +260,7 @@ async def test_replacements_that_never_start_end_the_run() -> None:
             await world.lose("rollout-0", wait_s=1e6)
 
 
-async def test_a_start_that_is_broken_off_by_the_end_of_the_run_is_not_tried_again_whatever_it_says() -> None:
-    """Covers the loss of the trainer while an engine starts: it cannot be notified that the engine did not join."""
+async def test_a_start_cut_off_by_the_end_of_the_run_is_not_tried_again() -> None:
 
     class Complaining(Team):
         async def start_worker(self, name: str) -> Work:

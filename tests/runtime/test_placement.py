@@ -45,7 +45,7 @@ def test_every_actor_has_a_bundle_of_its_own() -> None:
     assert actors.cpus == 14  # 13.01
 
 
-def test_roles_that_share_devices_sit_in_one_bundle_and_ask_for_their_share() -> None:
+def test_roles_that_share_devices_are_in_one_bundle() -> None:
     actors = plan_placements(config(GPUS | {"colocated": True}))
     assert actors.bundles == (CONTROL, Resources(cpus=4, gpus=1), Resources(cpus=2.5, gpus=1))
     slots = ("coordinator", "rollout-0", "reward-0", "trainer", "rollout-1", "trainer-1")
@@ -65,29 +65,26 @@ def test_shares_never_exceed_their_bundle(cpus: tuple[float, float, float]) -> N
         assert bundle.cpus - 0.001 < asked <= bundle.cpus
 
 
-def test_every_worker_has_a_name_and_a_preference_dataset_has_one_reader_and_no_reward_workers() -> None:
-    ranks = ["trainer", "trainer-1", "trainer-2"]
-    others = {
-        "coordinator": ["coordinator"],
-        "reader": [],
-        "rollout": ["rollout-0", "rollout-1"],
-        "reward": ["reward-0"],
-    }
-    assert names(config({}, trainer={"workers": 3})) == others | {"trainer": ranks}
+def test_names_of_workers() -> None:
+    """A preference dataset has one reader and no reward workers."""
+    found = names(config({}, trainer={"workers": 3}))
+    assert found["rollout"] == ["rollout-0", "rollout-1"] and found["reader"] == []
+    assert (found["coordinator"], found["reward"]) == (["coordinator"], ["reward-0"])
+    assert found["trainer"] == ["trainer", "trainer-1", "trainer-2"]
     made = config({"rollout": {"cpus": 3}}, data={"preferences": "p.parquet"})
     found = names(made)
     assert found["reader"] == ["reader"] and found["reward"] == [] == found["rollout"]
     assert plan_placements(made).actors["reader"].cpus == 3
 
 
-def test_emulated_devices_ask_for_nothing_and_one_rank_stands_for_all() -> None:
+def test_emulated_devices_ask_for_nothing() -> None:
     actors = plan_placements(config(GPUS, emulation={"profile": "p.json"}))
     assert actors.bundles == () and actors.cpus == 0
     assert set(actors.actors) == {"coordinator", "rollout-0", "rollout-1", "reward-0", "trainer"}
     assert set(actors.actors.values()) == {ActorPlacement(None, 0.0, 0.0, 1)}
 
 
-def test_the_ranks_of_a_sequence_group_are_in_a_bundle_which_is_on_one_machine() -> None:
+def test_the_ranks_of_a_sequence_group_are_in_one_bundle() -> None:
     trainer = {"workers": 6, "sequence_parallel": 3}
     plan = plan_placements(config(GPUS, trainer=trainer))
     assert plan.strategy == "PACK"
@@ -101,7 +98,7 @@ def test_the_ranks_of_a_sequence_group_are_in_a_bundle_which_is_on_one_machine()
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")
-def test_a_rank_that_was_given_an_accelerator_does_not_train_on_the_cpu_instead(tmp_path) -> None:
+def test_a_rank_with_an_accelerator_does_not_train_on_the_cpu(tmp_path) -> None:
     inputs = RunInputs(config({"trainer": {"gpus": 1}}), find_family("qwen_image"), (), ())
     rank = trainer(WorkerContext(Worker("trainer", 1), inputs, tmp_path, LocalStore()))
     said = r"placement\.trainer\.gpus: 1 asked for, but torch \S+ sees no accelerator here"
@@ -110,11 +107,8 @@ def test_a_rank_that_was_given_an_accelerator_does_not_train_on_the_cpu_instead(
 
 
 @pytest.mark.parametrize(("untouched", "wrong"), [(False, False), (True, True)])
-async def test_a_scorer_that_worked_before_is_waited_for_but_not_one_that_another_process_may_have_known_otherwise(
-    tmp_path: Path, untouched: bool, wrong: bool
-) -> None:
-    """Distinguishes a resumed run, whose scorer may have been edited, from a process that begins again after a loss."""
-
+async def test_a_scorer_that_worked_before_is_waited_for(tmp_path: Path, untouched: bool, wrong: bool) -> None:
+    """Not in a resumed run, whose scorer may have been edited since."""
     start = ControlState(version=1, next_group=2, ledger=LedgerState(2, {"trained": 2, "rejected": 0, "dropped": 0}))
     inputs = dataclasses.replace(preflight(write_world(tmp_path)), start=start, untouched=untouched)
     made = coordinator(WorkerContext(Worker("coordinator"), inputs, tmp_path, LocalStore()))

@@ -1,10 +1,9 @@
-"""Tests a role that another package brings, and what hosts it: it is named in the recipe, started, told of, replaced
-and scaled as built-in ones are, in one process and on Ray."""
+"""Tests a role of another package and its host: the recipe names it, and it is started, replaced and scaled as built-in
+roles are, in one process and on Ray."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -32,7 +31,7 @@ from omni_async.runtime.placement import plan_placements
 from omni_async.types import Prompt
 from tests.roles.actor_world import Desk
 from tests.runtime import outside_role
-from tests.runtime.runtime_world import write_world
+from tests.runtime.runtime_world import write_package, write_world
 from tests.support.job_world import Disturbed, slow_at
 from tests.support.loops import settle
 from tests.support.moved_clock import move_clock, run_moved
@@ -44,11 +43,8 @@ COUNTER = {"name": "counter", "workers": 2, "resources": {"cpus": 0.1}, "setting
 
 def register(site: Path, package: str, **roles: str) -> None:
     """Puts a package on the path whose entry points lead to `outside_role`, for this process and actors'."""
-    folder = site / f"{package}-1.0.dist-info"
-    folder.mkdir(parents=True)
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    points = "".join(f"{name} = tests.runtime.outside_role:{made}\n" for name, made in roles.items())
-    (folder / "entry_points.txt").write_text("[omni_async.roles]\n" + points)
+    points = {name: f"tests.runtime.outside_role:{made}" for name, made in roles.items()}
+    write_package(site, package, "omni_async.roles", **points)
 
 
 @pytest.fixture(autouse=True)
@@ -72,23 +68,19 @@ def recipe(folder: Path, *roles: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("role", "said"),
+    ("roles", "said"),
     [
-        ({"name": "clock"}, "roles: expected one of ['broken', 'counter', 'none', 'trainer'], which"),
-        ({"name": "trainer"}, "roles: 'trainer' is a role that every run has"),
-        (COUNTER | {"twice": True}, "roles.1.name: 'counter' is there twice"),
-        ({"name": "broken"}, "is of type StructMeta, not ServiceRole"),
-        ({"name": "Counter"}, "roles.0.name: expected str of lower-case letters and '_', at most 40, got 'Counter'"),
-        (COUNTER | {"settings": {"last": 1}}, "roles.0.settings.last: unknown key; allowed: first, start"),
-        (COUNTER | {"settings": {"first": -1}}, "roles.0.settings.first: expected int >= 0, got -1"),
-        (COUNTER | {"workers": 0}, "roles.0.workers: expected int >= 1, got 0"),
-        (COUNTER | {"resources": {"gpus": 1.5}}, "roles.0.resources.gpus: Ray divides one accelerator"),
+        ([{"name": "clock"}], "roles: expected one of ['broken', 'counter', 'none', 'trainer'], which"),
+        ([{"name": "trainer"}], "roles: 'trainer' is a role that every run has"),
+        ([COUNTER, COUNTER], "roles.1.name: 'counter' is there twice"),
+        ([{"name": "broken"}], "is of type StructMeta, not ServiceRole"),
+        ([{"name": "Counter"}], "roles.0.name: expected str of lower-case letters and '_', at most 40, got 'Counter'"),
+        ([COUNTER | {"settings": {"last": 1}}], "roles.0.settings.last: unknown key; allowed: first, start"),
+        ([COUNTER | {"settings": {"first": -1}}], "roles.0.settings.first: expected int >= 0, got -1"),
     ],
 )
-def test_a_role_that_cannot_be_is_refused_in_one_line(tmp_path, capsys, role, said):
-    twice = 1 + ("twice" in role)
-    role = {key: value for key, value in role.items() if key != "twice"}
-    assert main(["check", str(recipe(tmp_path, *[role] * twice))]) == 2
+def test_a_wrong_role_is_refused_in_one_line(tmp_path, capsys, roles, said):
+    assert main(["check", str(recipe(tmp_path, *roles))]) == 2
     found = capsys.readouterr().err
     assert said in found and found.count("\n") == 1
 
@@ -118,7 +110,7 @@ def status(run: Disturbed) -> dict[str, Any]:
     return ask(run.job.run / "control.sock", Request(), timeout_s=PATIENCE)
 
 
-def test_a_service_in_the_process_is_reached_and_replaced_when_it_fails(tmp_path: Path) -> None:
+def test_a_service_in_the_process_is_replaced_when_it_fails(tmp_path: Path) -> None:
     def disturb(run: Disturbed) -> None:
         run.updated(2)
         addresses = status(run)["addresses"]
@@ -145,7 +137,7 @@ def test_a_service_in_the_process_is_reached_and_replaced_when_it_fails(tmp_path
         ("", "none-0 was not built: expected a Service, got a int"),
     ],
 )
-def test_a_service_that_does_not_start_ends_the_run_and_is_named(tmp_path, monkeypatch, start, said):
+def test_a_service_that_does_not_start_ends_the_run(tmp_path, monkeypatch, start, said):
     """Moves the clock of the run's loop once nothing but the service that never starts is waited for."""
     asleep = outside_role.Counter.start
 
@@ -166,7 +158,7 @@ def test_a_service_that_does_not_start_ends_the_run_and_is_named(tmp_path, monke
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_service_on_ray_is_replaced_when_it_is_killed_and_is_scaled(tmp_path: Path) -> None:
+def test_a_service_on_ray_is_replaced_and_scaled(tmp_path: Path) -> None:
     def disturb(run: Disturbed) -> None:
         run.updated(2)
         found = status(run)
@@ -179,10 +171,8 @@ def test_a_service_on_ray_is_replaced_when_it_is_killed_and_is_scaled(tmp_path: 
             found = status(run)
             name = f"counter-{replaced}"
             assert asked(found["addresses"][name]) == (name, found["parts"][name]["pid"], 7)
-        lines = running_lines(found)
-        (line,) = (line.split() for line in lines if line.startswith("counter-0.2"))
+        (line,) = (line.split() for line in running_lines(found) if line.startswith("counter-0.2"))
         assert line == ["counter-0.2", str(found["parts"]["counter-0.2"]["pid"]), found["addresses"]["counter-0.2"]]
-        assert any(line.split() == ["part", "process", "weights", "address"] for line in lines)
         assert "counter-2" in run.scale(counter=3)["addresses"]
         run.scale(counter=1)
         run.wait_for(lambda: sum("counter" in name for name in run.parts()) == 1)
@@ -194,11 +184,10 @@ def test_a_service_on_ray_is_replaced_when_it_is_killed_and_is_scaled(tmp_path: 
     assert [fault.part for fault in run.faults] == ["counter-0", "counter-1"]
     told = "\n".join(run.console.phases + run.console.notes)
     assert "counter-0 counts from 7" in told and "counter-0.2: ready at " in told and "counter-2 drains" in told
-    assert json.loads((run.job.run / "summary.json").read_text())["faults"] == 2
 
 
 class Told(Service):
-    """A service that remembers what it was told, and may be made to end or to hold on while it drains or closes."""
+    """A service that remembers its calls; the test ends it, or lets it drain or close."""
 
     def __init__(self, desk: Desk, address: Any = "here:1") -> None:
         self.desk, self.address = desk, address
@@ -223,24 +212,25 @@ class Told(Service):
         raise RuntimeError("and closing fails, too")
 
 
-async def serving() -> tuple[Desk, Told, ServiceHost, asyncio.Task[None]]:
+async def serving() -> tuple[Told, ServiceHost, asyncio.Task[None]]:
     service = Told(desk := Desk())
     host = ServiceHost("judge-0", service, desk)
     await host.start()
     assert desk.addresses == {"judge-0": "here:1"}
     running = asyncio.ensure_future(host.run())
     await asyncio.sleep(0)
-    return desk, service, host, running
+    return service, host, running
 
 
-async def test_a_service_serves_until_the_run_is_over_or_it_has_drained_once_its_address_is_told_to_nobody() -> None:
-    desk, service, host, running = await serving()
+async def test_a_service_serves_until_the_run_is_over_or_it_has_drained() -> None:
+    """When it drains, nobody gets its address any more."""
+    service, host, running = await serving()
     service.closed.set()
-    desk.close()
+    service.desk.close()
     await running
     await host.close()
     assert service.told == ["close, 1 known"], "once"
-    desk, service, host, running = await serving()
+    service, host, running = await serving()
     service.closed.set()
     await host.leave()
     await settle()
@@ -251,8 +241,8 @@ async def test_a_service_serves_until_the_run_is_over_or_it_has_drained_once_its
 
 
 @pytest.mark.virtual_time
-async def test_a_service_that_ends_before_the_run_is_lost_has_a_time_to_close_and_its_address_goes_first() -> None:
-    _, service, _, running = await serving()
+async def test_a_service_that_ends_before_the_run_is_lost() -> None:
+    service, _, running = await serving()
     before = asyncio.get_running_loop().time()
     service.ends.set()
     with pytest.raises(ServiceEnded, match="judge-0: its service ended before the run"):
@@ -264,20 +254,18 @@ async def test_a_service_that_ends_before_the_run_is_lost_has_a_time_to_close_an
 @pytest.mark.parametrize(
     ("address", "said"), [(OSError("no port"), "judge-0 did not start: OSError: no port"), (8080, "a text, got int")]
 )
-async def test_a_service_that_does_not_start_is_closed_and_has_no_address(address: Any, said: str) -> None:
+async def test_a_service_that_does_not_start_is_closed(address: Any, said: str) -> None:
     service = Told(Desk(), address)
     with pytest.raises((ServiceNotStarted, TypeError), match=said):
         await ServiceHost("judge-0", service, service.desk).start()
     assert service.told == ["close, 0 known"] and service.desk.addresses == {}
 
 
-def test_a_recipe_whose_role_no_package_brings_or_two_is_refused_whatever_the_order_of_the_path(tmp_path, monkeypatch):
+def test_a_role_of_no_package_or_of_two_is_refused(tmp_path, monkeypatch):
     path = recipe(tmp_path, COUNTER)
     with monkeypatch.context() as patched:
         patched.setattr(lookup, "entry_points", EntryPoints)
-        with pytest.raises(
-            ConfigError, match=r"no installed package brings a role; install the package that brings .coun"
-        ):
+        with pytest.raises(ConfigError, match="no installed package brings a role; install the package that brings"):
             load(path)
     register(tmp_path / "other", "other", counter="NONE")
     monkeypatch.syspath_prepend(tmp_path / "other")
@@ -285,7 +273,7 @@ def test_a_recipe_whose_role_no_package_brings_or_two_is_refused_whatever_the_or
         load(path)
 
 
-def test_the_documented_role_is_accepted_and_answers(tmp_path, monkeypatch, capsys):
+def test_the_documented_role(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "roles.md").read_text()
     program, entry_point, role, start, scorer = re.findall(
         r"^```(?:python|toml|yaml)\n(.*?)^```$", page.replace("/tmp/word-count", str(tmp_path)), flags=re.M | re.S

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import stat
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,15 @@ Reply = Callable[[Request, Callable[[str], None]], Awaitable[dict[str, Any]]]
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "control.sock"
+
+
+@pytest.fixture
+def listening(path: Path) -> Iterator[socket.socket]:
+    """Listens in place of a run."""
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen(0)
+        yield listening
 
 
 async def echo(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -59,12 +69,18 @@ def send(path: Path, content: bytes) -> socket.socket:
     return connection
 
 
-def test_an_answer_that_takes_a_while_says_what_it_waits_for(path: Path) -> None:
+def raw(path: Path, content: bytes) -> bytes:
+    """Sends this and returns all of the answer."""
+    with send(path, content) as connection, connection.makefile("rb") as answer:
+        return answer.read()
+
+
+def test_progress_arrives_before_the_answer(path: Path) -> None:
     received, heard = [], threading.Event()
 
     async def slow(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
         tell("rollout-1: loading")
-        assert await asyncio.to_thread(heard.wait, PATIENCE), "it arrives while the answer is being waited for"
+        assert await asyncio.to_thread(heard.wait, PATIENCE)
         tell("rollout-1: at work")
         return {"done": True}
 
@@ -75,7 +91,7 @@ def test_an_answer_that_takes_a_while_says_what_it_waits_for(path: Path) -> None
     assert received == ["rollout-1: loading", "rollout-1: at work"]
 
 
-def test_a_client_that_went_away_does_not_disturb_what_is_done(path: Path) -> None:
+def test_a_client_that_went_away(path: Path) -> None:
     gone, done = threading.Event(), threading.Event()
 
     async def slow(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -94,11 +110,10 @@ def test_a_client_that_went_away_does_not_disturb_what_is_done(path: Path) -> No
     assert serve(path, slow, talk)
 
 
-def test_only_the_user_may_ask_and_the_socket_goes_with_the_run_and_one_that_was_left_behind_is_replaced(tmp_path):
-    """Checks so in a run folder with a long name."""
-    folder = tmp_path / ("long" * 40)
-    folder.mkdir()
-    path = folder / "control.sock"
+def test_only_the_user_may_ask(tmp_path: Path) -> None:
+    """Replaces a socket that was left behind, in a folder with a long name; it goes with the run."""
+    path = tmp_path / ("long" * 40) / "control.sock"
+    path.parent.mkdir()
     path.write_text("left behind")
 
     def talk() -> tuple[int, dict[str, Any]]:
@@ -108,12 +123,20 @@ def test_only_the_user_may_ask_and_the_socket_goes_with_the_run_and_one_that_was
     assert not path.exists()
 
 
-def test_what_cannot_be_done_is_said_in_one_line(path: Path) -> None:
-    async def refuses(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
-        raise ValueError("rollout: no room\nand a traceback")
+@pytest.mark.parametrize("error", [ValueError, OSError])
+def test_a_refusal_is_one_line_without_credentials(path: Path, error: type[Exception]) -> None:
+    received: list[str] = []
 
-    with pytest.raises(ControlError, match=r": rollout: no room$"):
-        serve(path, refuses, lambda: ask(path, Request({"rollout": 3})))
+    async def refuses(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
+        tell("https://me:hunter2@h is asked")
+        raise error("https://me:hunter2@h has no room\nand a traceback")
+
+    with pytest.raises(ControlError, match=r": https://\*\*\*@h has no room$"):
+        serve(path, refuses, lambda: ask(path, Request({"rollout": 3}), tell=received.append))
+    assert received == ["https://***@h is asked"]
+
+
+def test_a_run_that_starts_or_is_over(path: Path) -> None:
     with pytest.raises(ControlError, match="is not running here"):
         ask(path, Request())
     assert serve(path, None, lambda: ask(path, Request())) == {"doing": "starting", "parts": {}}
@@ -121,22 +144,7 @@ def test_what_cannot_be_done_is_said_in_one_line(path: Path) -> None:
         serve(path, None, lambda: ask(path, Request({"rollout": 3})))
 
 
-@pytest.mark.parametrize("error", [ValueError, OSError])
-def test_credentials_in_what_a_run_waits_for_or_refuses_are_masked(path: Path, error: type[Exception]) -> None:
-    received: list[str] = []
-
-    async def refuses(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
-        tell("https://me:hunter2@h is asked")
-        raise error("https://me:hunter2@h failed")
-
-    with pytest.raises(ControlError, match=r": https://\*\*\*@h failed$"):
-        serve(path, refuses, lambda: ask(path, Request({"rollout": 3}), tell=received.append))
-    assert received == ["https://***@h is asked"]
-
-
-def test_clients_that_ask_for_nothing_are_cut_off_and_keep_nobody_out(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_idle_clients_are_cut_off(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_socket, "_MOST_CLIENTS", 2)
     monkeypatch.setattr(control_socket, "_PATIENCE_S", 0.1)
 
@@ -151,7 +159,7 @@ def test_clients_that_ask_for_nothing_are_cut_off_and_keep_nobody_out(
     assert serve(path, echo, talk) == {"scale": {"rollout": 2}}
 
 
-def test_a_run_that_too_many_ask_is_busy_and_not_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_clients(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_socket, "_MOST_CLIENTS", 2)
 
     def talk() -> None:
@@ -163,40 +171,37 @@ def test_a_run_that_too_many_ask_is_busy_and_not_over(path: Path, monkeypatch: p
             one.close()
 
     serve(path, echo, talk)
-    crowded = path.with_name("crowded.sock")
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(crowded))
-        listening.listen(0)
-        with send(crowded, b""), pytest.raises(ControlError, match=r"crowded\.sock is busy: too many clients wait"):
-            ask(crowded, Request())
+
+
+@pytest.mark.usefixtures("listening")
+def test_clients_that_wait_to_connect(path: Path) -> None:
+    with send(path, b""), pytest.raises(ControlError, match=r"control\.sock is busy: too many clients wait"):
+        ask(path, Request())
 
 
 @pytest.mark.parametrize("line", [b'{"doing":"x"}\n', b"x"])
 @pytest.mark.parametrize("stop", [False, True])
-def test_an_answer_that_never_ends_is_given_up(path: Path, line: bytes, stop: bool) -> None:
+def test_an_endless_answer(path: Path, listening: socket.socket, line: bytes, stop: bool) -> None:
     heard, ended = [], threading.Event()
 
-    def drip(listening: socket.socket) -> None:
+    def drip() -> None:
         connection, _ = listening.accept()
         with connection, suppress(OSError):
             while not ended.wait(0.01):
                 connection.sendall(line)
 
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(path))
-        listening.listen()
-        dripping = threading.Thread(target=drip, args=(listening,))
-        dripping.start()
-        try:
-            with pytest.raises(ControlError, match=r"does not answer within 0\.1 s"):
-                ask(path, Request(stop=stop), 0.1, heard.append)
-        finally:
-            ended.set()
-            dripping.join()
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    try:
+        with pytest.raises(ControlError, match=r"does not answer within 0\.1 s"):
+            ask(path, Request(stop=stop), 0.1, heard.append)
+    finally:
+        ended.set()
+        dripping.join()
     assert set(heard) <= {"x"}
 
 
-def test_a_change_of_workers_takes_longer_than_a_line_may(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_takes_longer_than_a_line_may(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_socket, "_BEAT_S", 0.02)
     clock, heard, lines, read = time.monotonic(), list[str](), list[bytes](), control_socket._line
 
@@ -213,10 +218,7 @@ def test_a_change_of_workers_takes_longer_than_a_line_may(path: Path, monkeypatc
     assert heard == []
 
 
-async def test_a_run_that_ends_before_it_answers_says_so(path: Path) -> None:
-    listening = socket.socket(socket.AF_UNIX)
-    listening.bind(str(path))
-    listening.listen()
+async def test_a_run_that_ends_before_it_answers(path: Path, listening: socket.socket) -> None:
     asking = asyncio.create_task(asyncio.to_thread(ask, path, Request()))
     connection, _ = await asyncio.to_thread(listening.accept)
     connection.recv(100)
@@ -225,24 +227,17 @@ async def test_a_run_that_ends_before_it_answers_says_so(path: Path) -> None:
         await asking
 
 
-@pytest.mark.parametrize(("length", "answered"), [(2**16, True), (2**16 + 1, False)])
-def test_a_request_of_64_kib_is_answered_and_a_longer_one_is_not(path: Path, length: int, answered: bool) -> None:
-    def talk() -> bytes:
-        with send(path, b"{}".ljust(length) + b"\n") as connection:
-            return connection.makefile("rb").read()
-
-    assert serve(path, echo, talk) == (b'{"status":{"scale":{}}}\n' if answered else b"")
-
-
-def test_what_is_neither_status_nor_scale_nor_stop_is_refused_and_done_by_nobody(path: Path) -> None:
-    async def nobody(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
-        raise AssertionError(f"{request} arrived")
-
-    def talk() -> bytes:
-        with send(path, b'{"run": "rm"}\n') as connection:
-            return connection.makefile("rb").read()
-
-    assert b"unknown field `run`" in serve(path, nobody, talk)
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (b"{}".ljust(2**16), rb'\{"status":\{"scale":\{\}\}\}\n'),
+        (b"{}".ljust(2**16 + 1), b""),
+        (b'{"run": "rm"}', b".*unknown field `run`.*"),
+    ],
+    ids=["64 KiB", "more", "another command"],
+)
+def test_bounds_of_a_request(path: Path, sent: bytes, answer: bytes) -> None:
+    assert re.fullmatch(answer, serve(path, echo, lambda: raw(path, sent + b"\n")), re.DOTALL)
 
 
 NONSENSE = st.binary(max_size=300) | st.just(b'{"scale": {"rollout": 0}}') | st.just(b"[" * 70_000)
@@ -250,7 +245,7 @@ NONSENSE = st.binary(max_size=300) | st.just(b'{"scale": {"rollout": 0}}') | st.
 
 @settings(max_examples=60, deadline=None)
 @given(lines=st.lists(NONSENSE, min_size=1, max_size=4))
-def test_nonsense_is_answered_or_cut_off_and_the_next_request_is_served(lines, tmp_path_factory):
+def test_nonsense(lines, tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "control.sock"
 
     def talk() -> dict[str, Any]:
@@ -289,7 +284,7 @@ asyncio.run(main())
 """
 
 
-def test_a_run_that_was_killed_is_free_though_its_children_live(tmp_path: Path) -> None:
+def test_a_killed_run_is_free_though_its_children_live(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     children: list[int] = []
     try:
@@ -313,19 +308,15 @@ def test_a_run_that_was_killed_is_free_though_its_children_live(tmp_path: Path) 
         process.communicate()
 
 
-def test_a_forked_child_does_not_release_the_lock_of_its_parent(tmp_path: Path) -> None:
-    """Keeps the lock also if the child unwinds what its parent would unwind."""
+def test_a_forked_child_keeps_its_parents_lock(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run._claim()
-    child = os.fork()
-    if child == 0:
-        code = 1
+    if (child := os.fork()) == 0:
         try:
             run.release()
-            code = 0
         finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
+            os._exit(0)
+    os.waitpid(child, 0)
     assert RunDirectory(tmp_path).is_running()
     run.release()
     assert not RunDirectory(tmp_path).is_running()

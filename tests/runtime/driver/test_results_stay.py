@@ -35,20 +35,6 @@ from tests.support.job_world import PROFILE, write_emulated
 QUICK = ("emulation.time_scale=0.001", "trainer.updates=6", "checkpoint.every=2")
 
 
-class InterruptingConsole(RememberingConsole):
-    """Sends this process a SIGINT at an update, and shows `watch` every one."""
-
-    def __init__(self, at: int | None, watch: Callable[[Any], None]) -> None:
-        super().__init__()
-        self._at, self._watch = at, watch
-
-    def update(self, view: Any) -> None:
-        super().update(view)
-        self._watch(view)
-        if view["update"] == self._at:
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 class Job:
     """A recipe that is run attempt after attempt."""
 
@@ -56,12 +42,20 @@ class Job:
         self.recipe, self.overrides = write_emulated(folder), (*QUICK, *overrides)
         self.console = RememberingConsole()
 
-    def attempt(
-        self, *overrides: str, interrupt: int | None = None, watch: Callable[[Any], None] = lambda view: None
-    ) -> Summary:
-        self.console = InterruptingConsole(interrupt, watch)
+    def attempt(self, *overrides: str, watch: Callable[[Any], None] = lambda view: None) -> Summary:
+        """`watch` gets every update."""
+
+        class Console(RememberingConsole):
+            def update(self, view: Any) -> None:
+                super().update(view)
+                watch(view)
+
+        self.console = Console()
         resume = [f"checkpoint.resume={self.run.path}"] if self._runs() else []
         return train(preflight(load(self.recipe, [*self.overrides, *resume, *overrides])), self.console)
+
+    def command(self, run: Path, *overrides: str) -> int:
+        return cli.main(["train", str(self.recipe), *self.overrides, f"checkpoint.resume={run}", *overrides])
 
     def _runs(self) -> list[Path]:
         return [*(self.recipe.parent / "runs").glob("emulated-*")]
@@ -94,21 +88,24 @@ class Job:
 
 
 @pytest.fixture
-def interrupted(tmp_path: Path) -> Job:
-    """Makes a job that was stopped in the middle of its updates."""
-    job = Job(tmp_path)
-    assert job.attempt(interrupt=3).status == "interrupted"
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+@pytest.fixture
+def interrupted(job: Job) -> Job:
+    """Stops the job in the middle of its updates."""
+    summary = job.attempt(watch=lambda view: view["update"] == 3 and os.kill(os.getpid(), signal.SIGINT))
+    assert summary.status == "interrupted"
     return job
 
 
 def loading(monkeypatch: pytest.MonkeyPatch, role: Role = is_interrupted) -> None:
-    """Makes the next attempt be interrupted while it loads, or do something else."""
+    """Interrupts the next attempt while it loads, or lets something else happen."""
     monkeypatch.setattr(runtime, "build_cluster", lambda *_: HandCluster({}, starting=role))
 
 
-def test_an_attempt_that_is_interrupted_or_fails_while_it_loads_leaves_a_line_and_changes_nothing_else(
-    interrupted: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attempt_that_ends_while_it_loads_leaves_only_a_line(interrupted, monkeypatch):
     before, first = interrupted.files(), read_summary(interrupted.run.summary)
     loading(monkeypatch)
     summary = interrupted.attempt()
@@ -119,15 +116,13 @@ def test_an_attempt_that_is_interrupted_or_fails_while_it_loads_leaves_a_line_an
     assert (was_there.from_update, was_there.to_update, was_there.reason) == (made, made, "before the first update")
     assert ended.began < ended.ended <= was_there.began < was_there.ended
     assert any("made no update" in note and "is as it was" in note for note in interrupted.console.notes)
-
     loading(monkeypatch, fails(RuntimeError("no room")))
     assert interrupted.attempt().status == "failed"
-    assert interrupted.files() == before
-    assert interrupted.attempts[-1].reason == "RuntimeError: no room"
+    assert interrupted.files() == before and interrupted.attempts[-1].reason == "RuntimeError: no room"
 
 
-def test_an_attempt_that_is_interrupted_between_loading_and_its_first_update_changes_nothing(interrupted, monkeypatch):
-    """Drops the groups under way, of which the ledger says nothing: they are made again."""
+def test_an_interruption_between_loading_and_the_first_update_changes_nothing(interrupted, monkeypatch):
+    """Drops the groups under way, which are not in the ledger and are generated again."""
     admit = Coordinator._admit
 
     def admit_and_interrupt(coordinator: Coordinator) -> None:
@@ -135,19 +130,18 @@ def test_an_attempt_that_is_interrupted_between_loading_and_its_first_update_cha
         if coordinator.ledger.live:
             os.kill(os.getpid(), signal.SIGINT)
 
-    before = interrupted.files()
-    slow = replace(PROFILE, generate=ServiceTime(fixed_s=500.0))
-    write_profile(interrupted.recipe.with_name("slow.json"), slow)
+    before, slow = interrupted.files(), interrupted.recipe.with_name("slow.json")
+    write_profile(slow, replace(PROFILE, generate=ServiceTime(fixed_s=500.0)))
     with monkeypatch.context() as patched:
         patched.setattr(Coordinator, "_admit", admit_and_interrupt)
-        summary = interrupted.attempt(f"emulation.profile={interrupted.recipe.with_name('slow.json')}")
+        summary = interrupted.attempt(f"emulation.profile={slow}")
     assert summary.status == "interrupted" and summary.counters.dropped > 0 and summary.conserved
     assert interrupted.files() == before
     assert interrupted.attempt().status == "done"
     interrupted.require_whole(6)
 
 
-def test_an_attempt_whose_folder_cannot_be_taken_over_does_not_say_that_it_made_no_update(interrupted, monkeypatch):
+def test_a_folder_that_cannot_be_taken_over(interrupted, monkeypatch):
     def full(*_: Any) -> None:
         raise RunDirectoryError("cannot go on: No space left on device")
 
@@ -157,87 +151,79 @@ def test_an_attempt_whose_folder_cannot_be_taken_over_does_not_say_that_it_made_
     assert any("are in the ledger and checkpoints" in note for note in interrupted.console.notes)
 
 
-def test_a_run_that_is_gone_on_with_counts_all_its_attempts_and_keeps_the_summary_of_those_before_aside(interrupted):
-    first, seen = read_summary(interrupted.run.summary), list[tuple[bool, Summary]]()
-    (first_line,) = interrupted.attempts
-
-    def look(_: Any) -> None:
-        seen.append((interrupted.run.summary.exists(), read_summary(interrupted.run.former_summary)))
-
-    summary = interrupted.attempt(watch=look)
+def test_a_resumed_run_counts_all_its_attempts(interrupted):
+    """The summary of the attempts before is aside meanwhile."""
+    run, first, seen = interrupted.run, read_summary(interrupted.run.summary), list[tuple[bool, Summary]]()
+    summary = interrupted.attempt(watch=lambda _: seen.append((run.summary.exists(), read_summary(run.former_summary))))
     assert seen and all(one == (False, first) for one in seen)
     assert (summary.status, summary.updates, summary.conserved) == ("done", 6, True)
-    second_line = interrupted.attempts[-1]
+    first_line, second_line = interrupted.attempts
     assert first_line.wall_s == first.wall_s < summary.wall_s == second_line.wall_s
     assert summary.wall_s < first.wall_s + second_line.ended - second_line.began
     assert summary.images_per_s == pytest.approx(summary.images / summary.wall_s)
     walls = [line["wall_s"] for line in interrupted.lines("metrics.jsonl") if "finished" in line]
     assert walls == sorted(walls) and walls[first.updates] > first.wall_s
     interrupted.require_whole(6)
-    assert not interrupted.run.former_summary.exists() and not interrupted.run.spans.exists()
+    assert not run.former_summary.exists() and not run.spans.exists()
 
 
-def test_a_finished_run_says_so_at_once_and_how_to_go_on_and_keeps_its_results_if_it_is_run_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job(tmp_path)
+def test_a_finished_run(job, capsys, monkeypatch):
+    """Resumed as it is, it keeps its results; a summary that it lacks is written; and it may be trained further."""
     first = job.attempt()
     assert first.status == "done"
     before, attempts = job.files(), job.run.attempts.read_bytes()
     with monkeypatch.context() as patched:
         patched.setattr(runtime, "build_cluster", lambda *_: pytest.fail("built a cluster"))
-        assert cli.main(["train", str(job.recipe), *job.overrides, f"checkpoint.resume={job.run.path}"]) == 0
+        assert job.command(job.run.path) == 0
     said = capsys.readouterr()
     assert "done, nothing to do" in said.out and "trainer.updates=N" in said.out and said.err == ""
     assert job.files() == before and job.run.attempts.read_bytes() == attempts
     assert job.attempt().status == "done"
     assert job.files() == before
+
+    job.run.summary.unlink()  # as if it had been killed after its last update
+    again = job.attempt()
+    assert read_summary(job.run.summary) == again
+    assert (again.status, again.updates, again.counters) == ("done", 6, first.counters)
+    after = job.files()
+    assert all(after[name] == before[name] for name in ("trace.json", "profile.json")), "of the updates' attempt"
+
+    job.run.summary.unlink()
+    job.run.summary.mkdir()  # put aside, it cannot be removed, which costs nothing else
     summary = job.attempt("trainer.updates=8")
-    assert (summary.status, summary.updates) == ("done", 8) and summary.wall_s > first.wall_s
+    assert (summary.status, summary.updates, summary.unwritten) == ("done", 8, {}) and summary.wall_s > first.wall_s
+    assert read_summary(job.run.summary).status == "done"
     job.require_whole(8)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "attempts.jsonl"])
-def test_a_run_whose_lines_cannot_be_read_is_refused_in_one_line(interrupted, capsys, name):
+def test_a_run_whose_lines_cannot_be_read_is_refused(interrupted, capsys, name):
     run = interrupted.run.path
     (run / name).unlink()
     (run / name).mkdir()
-    assert cli.main(["train", str(interrupted.recipe), *interrupted.overrides, f"checkpoint.resume={run}"]) == 2
+    assert interrupted.command(run) == 2
     said = f"omni-async: checkpoint.resume: cannot resume in {run}: it is a folder, not a file ({run / name})\n"
     assert capsys.readouterr().err == said
 
 
-def test_a_run_that_began_with_anothers_checkpoint_counts_its_updates_from_there(tmp_path, capsys, monkeypatch):
-    job = Job(tmp_path)
+def test_a_run_from_anothers_checkpoint_counts_its_updates_from_there(job, capsys, monkeypatch):
     job.attempt()
     first, checkpoint = job.run.path, job.run.checkpoints / "update-000004"
-    recipe = [str(job.recipe), *job.overrides]
     train(preflight(load(job.recipe, [*job.overrides, f"checkpoint.resume={checkpoint}"])), RememberingConsole())
-    (other,) = {*(tmp_path / "runs").glob("emulated-*")} - {first}
+    (other,) = {*job._runs()} - {first}
     (attempt,) = read_records(RunDirectory(other).attempts, Attempt)
     assert (attempt.from_update, attempt.to_update) == (4, 6)
     monkeypatch.setattr(runtime, "build_cluster", lambda *_: pytest.fail("built a cluster"))
-    assert cli.main(["train", *recipe, f"checkpoint.resume={other}"]) == 0
+    assert job.command(other) == 0
     assert "is done, nothing to do" in capsys.readouterr().out
-    assert cli.main(["train", *recipe, f"checkpoint.resume={other}", "trainer.updates=2"]) == 2
+    assert job.command(other, "trainer.updates=2") == 2
     assert "beyond trainer.updates = 2" in capsys.readouterr().err
 
 
-def test_a_run_that_was_killed_after_its_last_update_gets_the_summary_it_lacks(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    done = job.attempt()
-    trace, profile = job.run.trace.read_bytes(), job.run.profile.read_bytes()
-    job.run.summary.unlink()
-    again = job.attempt()
-    assert read_summary(job.run.summary) == again
-    assert (again.status, again.updates, again.counters) == ("done", 6, done.counters)
-    made = "of the attempt that made the updates"
-    assert (job.run.trace.read_bytes(), job.run.profile.read_bytes()) == (trace, profile), made
-    job.run.summary.unlink()
-    job.run.summary.mkdir()  # put aside, it cannot be removed, which costs nothing else
-    summary = job.attempt("trainer.updates=8")
-    assert (summary.status, summary.unwritten) == ("done", {})
-    assert read_summary(job.run.summary).status == "done"
+STEPS = (
+    *((RunDirectory, name) for name in ("void_metrics", "take_over", "append_metrics")),
+    *((JsonlSink, "_open"), (JsonlSink, "_write"), (rundir, "write_atomic"), (Path, "replace")),
+)
 
 
 def killed_at(moment: int, *overrides: str, job: Job) -> bool:
@@ -245,40 +231,25 @@ def killed_at(moment: int, *overrides: str, job: Job) -> bool:
     child = os.fork()
     if child == 0:
         try:
-            steps = 0
+            left = iter(range(moment - 1, -1, -1))
 
-            def step() -> None:
-                nonlocal steps
-                steps += 1
-                if steps == moment:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-            def stepwise(owner: Any, name: str) -> None:
-                work = getattr(owner, name)
-
+            def stepwise(work: Callable[..., Any]) -> Callable[..., Any]:
                 def wrapped(*arguments: Any, **options: Any) -> Any:
-                    step()
+                    if next(left, None) == 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
                     return work(*arguments, **options)
 
-                setattr(owner, name, wrapped)
+                return wrapped
 
-            for owner, name in (
-                (RunDirectory, "void_metrics"),
-                (RunDirectory, "take_over"),
-                (RunDirectory, "append_metrics"),
-                (JsonlSink, "_open"),
-                (JsonlSink, "_write"),
-                (rundir, "write_atomic"),
-                (Path, "replace"),
-            ):
-                stepwise(owner, name)
+            for owner, name in STEPS:
+                setattr(owner, name, stepwise(getattr(owner, name)))
             job.attempt(*overrides)
         finally:
             os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-def test_a_kill_at_any_moment_of_the_take_over_costs_no_group_and_repeats_none(tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_of_the_take_over(tmp_path):
     """Begins where an attempt was killed after a checkpoint: lines of ledger and metrics are void."""
     job = Job(tmp_path, "trainer.groups_per_update=2")
     assert killed_at(25, "checkpoint.every=1", job=job)
@@ -295,18 +266,17 @@ def test_a_kill_at_any_moment_of_the_take_over_costs_no_group_and_repeats_none(t
         shutil.copytree(left, folder)
 
 
-def test_mlflow_hears_of_an_attempt_only_when_it_has_made_an_update_and_where_it_cannot_be_used_nothing_changes(
-    interrupted: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trackers_hear_of_an_attempt_with_an_update(interrupted, monkeypatch):
+    """Where a tracker cannot be used, nothing changes."""
+
     def refuse(*_: Any) -> None:
         raise SinkUnusableError("tracking.mlflow: cannot use http://nowhere")
 
-    before = interrupted.files()
+    before, calls = interrupted.files(), list[str]()
     monkeypatch.setattr(runtime, "_open_sinks", refuse)
     with pytest.raises(SinkUnusableError):
         interrupted.attempt("tracking.mlflow.enabled=true")
     assert interrupted.files() == before
-    calls: list[str] = []
     monkeypatch.setattr(runtime, "_open_sinks", lambda *_: Sinks([RecordingSink(calls)]))
     with monkeypatch.context() as patched:
         loading(patched)

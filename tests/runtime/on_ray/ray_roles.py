@@ -12,8 +12,6 @@ from tests.support.patience import wait_for
 
 
 class UnsettledError(RuntimeError):
-    """An exception of the role's own, with something to carry."""
-
     @property
     def count(self) -> int:
         return self.args[1]
@@ -27,7 +25,7 @@ class BulkyError(RuntimeError):
 
 
 class Meeting:
-    """A role on which some wait and another ends the wait; all on the loop that it was made on."""
+    """A role on which some wait until another ends the wait, all on one loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -66,14 +64,12 @@ class Echo:
         os._exit(1)
 
     async def announce(self, version: int, digest: str) -> None:
-        """Holds its loop, which a role must never do, until a file in the folder `digest` frees it."""
+        """Holds its loop until there is a file in the folder `digest`."""
         (Path(digest) / "held").touch()
         wait_for((Path(digest) / "free").exists, "the release of the engine")
 
 
 class Caller:
-    """A role that is handed another one."""
-
     def __init__(self, other: Any) -> None:
         self._other = other
 
@@ -89,8 +85,6 @@ class Caller:
 
 
 class Keeper:
-    """A role with a store: what it is sent and what it sends back are references."""
-
     def __init__(self, store: Any) -> None:
         self._store = store
 

@@ -47,29 +47,21 @@ def local_ray() -> Iterator[None]:
 
 @pytest.fixture
 def host(local_ray: None) -> Iterator[Callable[..., Proxy]]:
-    """Provides `host(build)`, which starts the role in an actor of its own."""
+    """Provides `host(build, long)`, which starts the role in an actor; `long` calls may wait."""
     actors: list[Any] = []
 
-    def start(build: Callable[[], Any]) -> Proxy:
+    def start(build: Callable[[], Any], long: str = "next_groups") -> Proxy:
         actor = actor_class().options(num_cpus=0).remote(build)
         actors.append(actor)
-        return Proxy("role", actor, frozenset({"next_groups"}))
+        return Proxy("role", actor, frozenset({long}))
 
     yield start
     for actor in actors:
         ray.kill(actor)
 
 
-@pytest.fixture(scope="module")
-def echo(local_ray: None) -> Iterator[Proxy]:
-    actor = actor_class().options(num_cpus=0).remote(ray_roles.Echo)
-    yield Proxy("echo", actor, frozenset({"run"}))
-    ray.kill(actor)
-
-
-async def test_many_calls_that_wait_hold_up_neither_control_nor_health_calls(host):
+async def test_waiting_calls_hold_up_no_others(host):
     waiters = 300  # more than the control door is wide
-
     meeting = host(ray_roles.Meeting)
     waiting = [asyncio.ensure_future(meeting.next_groups(i, 1)) for i in range(waiters)]
     arrived = 0
@@ -82,24 +74,21 @@ async def test_many_calls_that_wait_hold_up_neither_control_nor_health_calls(hos
     assert await asyncio.gather(*waiting) == list(range(waiters))
 
 
-async def test_messages_arrive_as_they_were_and_an_exception_of_the_role_as_itself(echo):
+async def test_messages_and_exceptions_arrive_as_they_were(host):
+    echo = host(ray_roles.Echo, "run")
     message = {"prompt": Prompt(0, "a cat", metadata={"n": 1}), "window": SdeWindow(1, 2), "versions": (1, 2)}
     assert await echo.phase(message) == message
     with pytest.raises(ray_roles.UnsettledError, match="out of balance") as failed:
         await echo.fail("out of balance")
-    assert failed.value.count == 3
-    assert type(failed.value) is ray_roles.UnsettledError
+    assert failed.value.count == 3 and type(failed.value) is ray_roles.UnsettledError
     with pytest.raises(ValueError, match=r"^a long call's failure$") as failed_long:
         await echo.run()
     assert type(failed_long.value) is ValueError
-    with pytest.raises(Exception, match="the far side: broken"):  # it cannot travel, and still tells its story
+    with pytest.raises(Exception, match="the far side: broken"):  # it cannot travel, and its text does
         await echo.require_fields(("broken",))
     with pytest.raises(AttributeError, match="no_such_call"):
         await echo.no_such_call()
-
-
-async def test_a_role_can_be_handed_another_one_and_its_exceptions(host, echo):
-    caller = host(partial(ray_roles.Caller, echo))
+    caller = host(partial(ray_roles.Caller, echo))  # a role can be handed another one
     assert await caller.phase("hello") == ["through another", "hello"]
     assert await caller.announce(0, "") == "UnsettledError 3"
 
@@ -108,7 +97,7 @@ async def _seconds(answer: Any) -> float:
     return await answer
 
 
-async def test_a_role_that_cannot_be_built_dies_or_holds_its_loop_says_so_to_its_callers(host, tmp_path):
+async def test_a_role_that_cannot_be_built_dies_or_is_stuck(host, tmp_path):
     with pytest.raises(Exception, match="no model at this path"):
         await host(ray_roles.Unbuildable).phase("hello")
     dying, stuck = host(ray_roles.Echo), host(ray_roles.Echo)
@@ -124,7 +113,7 @@ async def test_a_role_that_cannot_be_built_dies_or_holds_its_loop_says_so_to_its
     await asyncio.gather(ping, holding)
 
 
-async def test_the_store_gives_back_tensors_and_arrays_as_they_were(local_ray):
+async def test_the_store_gives_back_values_as_they_were(local_ray):
     trajectory = TensorDict(
         {
             "latents": torch.randn(3, 6, 4),
@@ -142,28 +131,22 @@ async def test_the_store_gives_back_tensors_and_arrays_as_they_were(local_ray):
     for key, tensor in given.items():
         assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
     assert torch.equal(await store.get(await store.put(torch.ones(3))), torch.ones(3))
-    image = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
-    reference = await store.put(image)
-    for _ in range(2):  # reading takes nothing away
-        assert np.array_equal(await store.get(reference), image)
     values = [{"a": 1}, "text", Prompt(3, "a cat"), None]
     assert [await store.get(reference) for reference in await store.put_all(values)] == values
 
-
-async def test_media_are_read_where_the_store_has_them(local_ray):
-    store = RayStore()
     video = np.random.default_rng(0).integers(0, 256, (9, 3, 32, 48), dtype=np.uint8)
-    given = Media(video=video, fps=12.5, audio=np.ones((2, 100), np.float32), sample_rate=8000)
-    one, other = await store.put_all([given, Media(image=video[0])])
-    assert one.object == other.object  # small ones share an object
-    back = await store.get(one)
-    assert back.parts == ("video", "audio") and (back.fps, back.sample_rate) == (12.5, 8000)
-    assert np.array_equal(back.video, video) and np.array_equal(back.audio, given.audio)
-    assert not back.video.flags.writeable and not back.video.flags.owndata  # no copy
+    media = Media(video=video, fps=12.5, audio=np.ones((2, 100), np.float32), sample_rate=8000)
+    one, other = await store.put_all([media, Media(image=video[0])])
+    assert one.object == other.object  # small values share an object
+    for _ in range(2):  # reading takes nothing away
+        back = await store.get(one)
+        assert back.parts == ("video", "audio") and (back.fps, back.sample_rate) == (12.5, 8000)
+        assert np.array_equal(back.video, video) and np.array_equal(back.audio, media.audio)
+        assert not back.video.flags.writeable and not back.video.flags.owndata  # no copy
     assert np.array_equal((await store.get(other)).image, video[0])
 
 
-async def test_references_travel_and_a_value_whose_owner_died_is_a_lookup_error_that_takes_no_other_read_along(host):
+async def test_references_travel_and_die_with_their_owner(host):
     store, keeper = RayStore(), host(partial(ray_roles.Keeper, RayStore()))
     mine = await store.put(np.arange(3))
     answer = await keeper.phase([mine])
@@ -180,7 +163,7 @@ async def test_references_travel_and_a_value_whose_owner_died_is_a_lookup_error_
     assert kept.tolist() == [0, 1, 2]
 
 
-async def test_small_values_that_are_put_together_share_an_object_and_large_ones_do_not(local_ray):
+async def test_large_values_have_their_own_objects(local_ray):
     store = RayStore()
     small = [np.full(1000, number, np.uint8) for number in range(5)]
     references = await store.put_all(small)
@@ -199,15 +182,12 @@ def make_cluster(folder: Path, name: str = "run-1", **sections: Any) -> RayClust
     return RayCluster(inputs, RunDirectory(folder / name))
 
 
-async def test_a_job_that_does_not_fit_says_what_it_needs_and_what_there_is(local_ray, tmp_path, monkeypatch):
+async def test_a_job_that_does_not_fit(local_ray, tmp_path, monkeypatch):
     monkeypatch.setattr(ray_cluster, "_PLACEMENT_TIMEOUT_S", 0.2)
     cluster = make_cluster(tmp_path)
     cluster._placements = PlacementPlan((Resources(cpus=500), Resources(cpus=12)), {})
-    with pytest.raises(
-        StartError, match=r"^placement: the run needs 512 CPUs and 0 GPUs, the cluster has 4 and"
-    ) as failed:
+    with pytest.raises(StartError, match="placement: the run needs 512 CPUs and 0 GPUs, the cluster has 4 and"):
         await cluster._reserve()
-    assert "lower placement.* or the numbers of workers" in str(failed.value)
     ray.util.remove_placement_group(cluster._group)
     # A Ray of this machine alone is not waited for to grow.
     monkeypatch.setattr(ray_cluster, "placement_group", lambda *_, **__: pytest.fail("nothing is reserved"))
@@ -221,7 +201,7 @@ async def test_a_job_that_does_not_fit_says_what_it_needs_and_what_there_is(loca
             await cluster._reserve()
 
 
-def test_a_ray_that_runs_already_is_used_and_left_running(local_ray, tmp_path):
+def test_a_ray_of_others_is_left_running(local_ray, tmp_path):
     """Runs two jobs one after the other: neither leaves an actor or a placement group behind."""
     write_profile(tmp_path / "profile.json", _QUICK)
 

@@ -1,6 +1,4 @@
-"""Tests which devices each role's process, and its children, see on a Ray with invented GPUs and Ascend NPUs.
-
-The cluster is one whose owner keeps Ray from setting CUDA's variable, and leaves it Ascend's."""
+"""Tests which devices roles ask for and their processes and children see, on a Ray with invented GPUs and NPUs."""
 
 from __future__ import annotations
 
@@ -15,21 +13,25 @@ from typing import Any
 import pytest
 
 from benchmarks.local_ray import local_ray as start_local_ray
+from omni_async.cli import main
+from omni_async.config import ConfigError
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.runtime.on_ray.cluster import RayCluster
 from omni_async.runtime.preflight.check import preflight
 from omni_async.worker import Worker
-from tests.runtime.runtime_world import write_world
+from tests.runtime.on_ray.ray_roles import Echo
+from tests.runtime.runtime_world import write_package, write_world
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 VARIABLES = {"GPU": "CUDA_VISIBLE_DEVICES", "NPU": "ASCEND_RT_VISIBLE_DEVICES"}
 ROLES = ("coordinator", "rollout-0", "reward-0", "trainer", "judge-0", "busy-0", "counter-0")
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def six_of_each() -> Iterator[None]:
+    """Its owner keeps Ray from setting CUDA's variable, and leaves it Ascend's."""
     with start_local_ray(8, gpus=6, resources={"NPU": 6}, RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES="1"):
         yield
 
@@ -61,9 +63,7 @@ class Seer:
 def make_cluster(folder: Path, kind: str, gpus: float) -> RayCluster:
     """Makes a job with a worker of every role that can have devices, `gpus` each; `counter` is another package's."""
     each = {"cpus": 0.5, "gpus": gpus}
-    points = folder / "outside-1.0.dist-info" / "entry_points.txt"
-    points.parent.mkdir()
-    points.write_text("[omni_async.roles]\ncounter = tests.runtime.outside_role:ROLE\n")
+    write_package(folder, "outside", "omni_async.roles", counter="tests.runtime.outside_role:ROLE")
     reward = {
         "scorers": [{"name": "jpeg_size", "pool": "busy"}],
         "pools": [{"name": "busy", "resources": each}],
@@ -75,11 +75,39 @@ def make_cluster(folder: Path, kind: str, gpus: float) -> RayCluster:
     return RayCluster(preflight(config), RunDirectory(folder / f"{kind}-{gpus}"))
 
 
+async def test_the_kind_of_the_cluster(tmp_path, capsys):
+    """A recipe asks for the kind that the cluster has, or is refused in one line."""
+
+    def cluster_for(kind: str) -> RayCluster:
+        each = {"cpus": 0.5, "gpus": 1}
+        placement = {"rollout": each, "trainer": each, "reward": {"cpus": 0.5}, "accelerator": kind}
+        config = write_world(tmp_path, run={"runtime": "ray"}, placement=placement)
+        return RayCluster(preflight(config), RunDirectory(tmp_path / kind))
+
+    with start_local_ray(4, resources={"NPU": 2}):
+        cluster = cluster_for("auto")
+        await cluster._reserve()
+        assert cluster._group is not None
+        engine = {"CPU": 0.5, "NPU": 1.0}
+        assert cluster._group.bundle_specs == [{"CPU": 0.01}, engine, {"CPU": 0.5}, engine]
+        assert await cluster._host(Worker("trainer"), Echo).phase("here") == "here"
+        await cluster.close()
+        cluster = cluster_for("GPU")
+        said = "placement.accelerator: the run asks for 2 GPUs, and the Ray cluster has 2 NPUs"
+        with pytest.raises(ConfigError, match=f"{said}; set it to what the"):
+            await cluster._reserve()
+        assert cluster._group is None
+        capsys.readouterr()  # of Ray's start
+        assert await asyncio.to_thread(main, ["train", str(tmp_path / "recipe.yaml")]) == 2
+        error = capsys.readouterr().err
+    assert error.startswith(f"omni-async: {said}") and error.count("\n") == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("six_of_each")
 @pytest.mark.parametrize("kind", ["GPU", "NPU"])
 @pytest.mark.parametrize("gpus", [0, 0.5, 1])
-async def test_every_role_and_its_children_see_the_devices_that_it_was_given_and_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, gpus: float
-) -> None:
+async def test_roles_and_their_children_see_their_own_devices(tmp_path, monkeypatch, kind, gpus):
     monkeypatch.syspath_prepend(tmp_path)
     cluster = make_cluster(tmp_path, kind, gpus)
     try:

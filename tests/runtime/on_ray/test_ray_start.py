@@ -76,9 +76,7 @@ def no_process_stays() -> Iterator[None]:
     assert [one for one in psutil.Process().children() if one not in before] == []
 
 
-def test_a_start_that_timed_out_is_tried_again_as_long_as_there_is_time_and_then_reported_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ten_seconds_a_try: None
-) -> None:
+def test_a_start_that_timed_out_is_tried_again(tmp_path, monkeypatch, caplog, ten_seconds_a_try):
     starts = instead(monkeypatch, tmp_path, f"print(json.dumps({{'error': {TIMED_OUT!r}, 'final': False}}))")
     with pytest.raises(StartError) as failed:
         connect(None, 1, 25.0)
@@ -90,19 +88,15 @@ def test_a_start_that_timed_out_is_tried_again_as_long_as_there_is_time_and_then
     assert f"Ray did not start ({TIMED_OUT}); trying again" in caplog.text
 
 
-def test_what_another_try_would_not_change_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_final_failure_is_not_tried_again(tmp_path, monkeypatch):
     starts = instead(monkeypatch, tmp_path, "print(json.dumps({'error': 'no room in /dev/shm', 'final': True}))")
     said = r"^Ray cannot be started on this machine: no room in /dev/shm; its logs: "
-    with pytest.raises(StartError, match=said) as failed:
+    with pytest.raises(StartError, match=said):
         connect(None, 1, 60.0)
     assert len(starts.read_text().splitlines()) == 1
-    folder = Path(str(failed.value).rpartition(" ")[2])
-    assert folder.stat().st_mode & 0o777 == 0o700, "no other user may look into it"
 
 
-def test_a_start_that_hangs_ends_when_the_time_is_over_or_it_is_not_wanted_any_more(
-    tmp_path, monkeypatch, ten_seconds_a_try, no_process_stays
-):
+def test_a_start_that_hangs(tmp_path, monkeypatch, ten_seconds_a_try, no_process_stays):
     starts, stop = instead(monkeypatch, tmp_path, "sys.stdin.read()"), threading.Event()
     with pytest.raises(StartError, match=r"run\.startup_timeout_s = 0\.3, tried 1 time: it was not up after 0 s"):
         connect(None, 1, 0.3)
@@ -117,21 +111,8 @@ def test_a_start_that_hangs_ends_when_the_time_is_over_or_it_is_not_wanted_any_m
         connect(None, 1, 60.0, stop)
 
 
-def test_what_is_started_is_in_a_session_of_its_own_and_its_token_stands_in_no_file(tmp_path, monkeypatch):
-    told = "import os\nprint(json.dumps({'address': os.environ['RAY_AUTH_MODE'] + ' ' + os.environ['RAY_AUTH_TOKEN']}))"
-    instead(monkeypatch, tmp_path, told + "\nsys.stdin.read()\nprint(json.dumps({'lost': 'its raylet ended'}))")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    local = LocalRay(1)
-    mode, token = local.address(PATIENCE, threading.Event()).split()
-    assert mode == "token" and len(token) == 64 and token == os.environ["RAY_AUTH_TOKEN"]
-    assert os.getsid(local.pid) == local.pid != os.getsid(0)
-    assert not (tmp_path / "home").exists()
-    local.end()
-    assert not psutil.pid_exists(local.pid)
-
-
 @pytest.mark.parametrize(("placement", "given"), [({}, "0"), ({"object_store": "1.5GiB"}, "1610612736")])
-async def test_the_object_store_of_the_recipe_is_handed_to_ray(tmp_path, monkeypatch, placement, given):
+async def test_the_object_store_of_the_recipe(tmp_path, monkeypatch, placement, given):
     told = "print(json.dumps({'error': ' '.join(['given', *sys.argv[3:]]), 'final': True}))"
     instead(monkeypatch, tmp_path, told)
     monkeypatch.setattr(devices, "_SHARED_MEMORY", tmp_path)
@@ -141,19 +122,21 @@ async def test_the_object_store_of_the_recipe_is_handed_to_ray(tmp_path, monkeyp
         await cluster.connect()
 
 
-def test_every_start_is_in_a_folder_of_its_own_and_has_a_token_of_its_own_that_only_the_environment_holds(
-    tmp_path, monkeypatch
-):
-    told = "import os\nprint(json.dumps({'address': os.environ['RAY_AUTH_TOKEN']}), flush=True)\nsys.stdin.read()"
-    instead(monkeypatch, tmp_path, told)
+def test_every_start_has_its_own_session_folder_and_token(tmp_path, monkeypatch):
+    """Only the environment holds the token."""
+    told = "import os\nprint(json.dumps({'address': os.environ['RAY_AUTH_MODE'] + ' ' + os.environ['RAY_AUTH_TOKEN']}))"
+    instead(monkeypatch, tmp_path, told + "\nsys.stdin.read()\nprint(json.dumps({'lost': 'its raylet ended'}))")
     monkeypatch.setenv("HOME", str(tmp_path))
     tokens, folders = set[str](), set[Path]()
     for _ in range(2):
         monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)  # as in another command
         local = LocalRay(1)
-        token = local.address(PATIENCE, threading.Event())
+        mode, token = local.address(PATIENCE, threading.Event()).split()
+        assert mode == "token" and len(token) == 64 and token == os.environ["RAY_AUTH_TOKEN"]
         assert token not in " ".join(psutil.Process(local.pid).cmdline())
+        assert os.getsid(local.pid) == local.pid != os.getsid(0)
         local.end()
+        assert not psutil.pid_exists(local.pid)
         tokens.add(token)
         folders.add(local.folder)
     assert len(tokens) == len(folders) == 2
@@ -163,9 +146,8 @@ def test_every_start_is_in_a_folder_of_its_own_and_has_a_token_of_its_own_that_o
     assert len(left) >= 3 and not [token for token in tokens for text in left if token in text]
 
 
-def test_the_folder_is_in_the_temporary_folder_where_no_other_is_named_and_in_tmp_where_its_path_is_too_long(
-    tmp_path, monkeypatch
-):
+def test_the_folder_of_a_ray(tmp_path, monkeypatch):
+    """In the temporary folder, or in /tmp where that path is too long."""
     monkeypatch.delenv("RAY_TMPDIR")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert ray_local._private_folder().parent == tmp_path
@@ -189,20 +171,19 @@ def test_no_dashboard_is_started_and_only_logs_stay(tmp_path, monkeypatch):
     for name in ("logs/raylet.out", "sockets/raylet", "spilled/object"):
         (tmp_path / "r" / "session_1" / name).parent.mkdir(parents=True)
         (tmp_path / "r" / "session_1" / name).touch()
-    monkeypatch.setattr(head, "psutil", SimpleNamespace(**vars(psutil) | {"Process": Childless}))
+    childless = SimpleNamespace(children=lambda recursive: [])
+    monkeypatch.setattr(head, "psutil", SimpleNamespace(**vars(psutil) | {"Process": lambda: childless}))
     monkeypatch.setattr(head.os, "_exit", lambda code: None)
     head.end(tmp_path / "r", 0)
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["raylet.out"]
 
 
-class Childless:
-    def children(self, recursive: bool) -> list[psutil.Process]:
-        return []
+def ray_cluster_of(folder: Path) -> RayCluster:
+    return RayCluster(preflight(write_world(folder)), RunDirectory(folder / "run"))
 
 
-async def test_a_worker_that_ends_before_it_answers_is_drained(tmp_path: Path) -> None:
-    cluster = RayCluster(preflight(write_world(tmp_path)), RunDirectory(tmp_path / "run"))
-    asked_to_leave: list[str] = []
+async def test_a_worker_that_ends_before_it_answers_is_drained(tmp_path):
+    cluster, asked_to_leave = ray_cluster_of(tmp_path), list[str]()
 
     class Ended:
         async def leave(self) -> None:
@@ -215,11 +196,9 @@ async def test_a_worker_that_ends_before_it_answers_is_drained(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("local", "host"), [(object(), "127.0.0.1"), (None, "192.0.2.7")])
-def test_roles_listen_at_loopback_on_a_ray_of_this_machine_alone_and_at_their_machines_address_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: object, host: str
-) -> None:
-    made: list[str] = []
-    cluster = RayCluster(preflight(write_world(tmp_path)), RunDirectory(tmp_path / "run"))
+def test_addresses_that_roles_listen_at(tmp_path, monkeypatch, local, host):
+    """Loopback on a Ray of this machine alone."""
+    made, cluster = list[str](), ray_cluster_of(tmp_path)
     cluster._connection = Connection(True, local)  # type: ignore[arg-type]
     monkeypatch.setattr(cluster, "_host", lambda worker, make: make())
     monkeypatch.setattr(ray_cluster, "load_named", lambda path: lambda context: made.append(context.host))
@@ -230,7 +209,7 @@ def test_roles_listen_at_loopback_on_a_ray_of_this_machine_alone_and_at_their_ma
     assert len(made) >= 4 and {*made} == {host}
 
 
-def test_the_loss_is_reported_with_its_reason_and_a_process_that_ends_silently_is_a_loss_too(tmp_path, monkeypatch):
+def test_losses_have_a_reason(tmp_path, monkeypatch):
     for last, reason in (
         ("print(json.dumps({'lost': 'its gcs_server ended'}))", "its gcs_server ended"),
         ("", "its process ended with code 0"),
@@ -245,7 +224,7 @@ def test_the_loss_is_reported_with_its_reason_and_a_process_that_ends_silently_i
         LocalRay(1).address(PATIENCE, threading.Event())
 
 
-def test_an_address_without_a_listener_is_refused_before_ray_tries_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_without_a_listener(monkeypatch):
     monkeypatch.setattr(ray_connection.ray, "init", lambda **_: pytest.fail("Ray would try for a quarter of an hour"))
     with unused_address() as unused:
         for key in ("run.ray_address", "RAY_ADDRESS"):
@@ -253,42 +232,36 @@ def test_an_address_without_a_listener_is_refused_before_ray_tries_for_long(monk
                 connect(ClusterAddress(unused, key), 1)
 
 
-@pytest.mark.parametrize(
-    ("mode", "said"), [("", "joined with RAY_AUTH_MODE=token"), ("token", "the token in RAY_AUTH_TOKEN")]
-)
-def test_a_cluster_that_cannot_be_joined_is_reported_with_what_a_token_asks_for(monkeypatch, mode, said):
+@pytest.mark.parametrize(("mode", "said"), [("", "with RAY_AUTH_MODE=token"), ("token", "the token in RAY_AUTH_TOKEN")])
+def test_a_cluster_that_cannot_be_joined(monkeypatch, mode, said):
     def refuse(**_: object) -> None:
         raise ConnectionError("Failed to connect to Ray cluster")
 
     monkeypatch.setattr(ray_connection.ray, "init", refuse)
     if mode:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
-    refused = r"^run\.ray_address: cannot join Ray at auto: Failed to connect to Ray cluster; "
-    with pytest.raises(StartError, match=refused) as failed:
+    with pytest.raises(StartError, match=rf"^run\.ray_address: cannot join Ray at auto: Failed to con.*; .*{said}"):
         connect(ClusterAddress("auto", "run.ray_address"), 1)
-    assert said in str(failed.value)
 
 
-def test_what_is_set_for_the_driver_alone_is_not_handed_on_and_a_users_own_token_or_doing_without_is_respected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_drivers_own_variables_are_not_handed_on(monkeypatch):
     own = ("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "RAY_gcs_rpc_server_reconnect_timeout_s", "RAY_RAYLET_PID")
     for name in own:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     ray_local.prepare_driver()
     assert all(os.environ[name] and name not in ray_local.environment() for name in own)
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "a token of the user's")
+
+
+@pytest.mark.parametrize(
+    "users", [{"RAY_AUTH_TOKEN": "a user's"}, {"RAY_AUTH_TOKEN_PATH": "somewhere"}, {"RAY_AUTH_MODE": "disabled"}]
+)
+def test_a_users_own_token_is_respected(monkeypatch, users):
+    for name, value in users.items():
+        monkeypatch.setenv(name, value)
     ray_local.use_a_token()
-    assert os.environ["RAY_AUTH_TOKEN"] == "a token of the user's"
-    monkeypatch.delenv("RAY_AUTH_TOKEN")
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "somewhere")
-    ray_local.use_a_token()
-    assert "RAY_AUTH_TOKEN" not in os.environ
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
-    ray_local.use_a_token()
-    assert "RAY_AUTH_TOKEN" not in os.environ and os.environ["RAY_AUTH_MODE"] == "disabled"
+    assert os.environ.get("RAY_AUTH_TOKEN") == users.get("RAY_AUTH_TOKEN")
+    assert os.environ.get("RAY_AUTH_MODE") == users.get("RAY_AUTH_MODE", os.environ.get("RAY_AUTH_MODE"))
 
 
 @pytest.mark.parametrize("cluster", [None, ClusterAddress("auto", "run.ray_address")])

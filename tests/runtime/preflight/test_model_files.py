@@ -1,5 +1,5 @@
-"""Tests what the command line says of checkpoints, sizes and families that do not fit each other: one line after
-less than a second of work, before anything is loaded."""
+"""Tests that checkpoints, sizes and families that do not fit each other are refused in one line, before anything is
+loaded."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from omni_async_pipelines.z_image.sampling import ZImageSampling
 from omni_async.cli import main
 from omni_async.config import ConfigError
 from omni_async.plugins import families
-from omni_async.plugins.families import SamplingSpec, find_family
+from omni_async.plugins.families import find_family
 from omni_async.runtime.preflight.model_files import check_sequence
-from tests.runtime.runtime_world import write_world
+from tests.runtime.runtime_world import write_package, write_world
 from tests.support.effort import require_lines
 
 CLASSES = {
-    "scheduler": "FlowMatchEulerDiscreteScheduler",
-    "text_encoder": "CLIPTextModelWithProjection",
-    "text_encoder_2": "CLIPTextModelWithProjection",
-    "text_encoder_3": "T5EncoderModel",
-    "tokenizer": "CLIPTokenizer",
-    "tokenizer_2": "CLIPTokenizer",
-    "tokenizer_3": "T5Tokenizer",
-    "transformer": "SD3Transformer2DModel",
-    "vae": "AutoencoderKL",
+    "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+    "text_encoder": ("transformers", "CLIPTextModelWithProjection"),
+    "text_encoder_2": ("transformers", "CLIPTextModelWithProjection"),
+    "text_encoder_3": ("transformers", "T5EncoderModel"),
+    "tokenizer": ("transformers", "CLIPTokenizer"),
+    "tokenizer_2": ("transformers", "CLIPTokenizer"),
+    "tokenizer_3": ("transformers", "T5Tokenizer"),
+    "transformer": ("diffusers", "SD3Transformer2DModel"),
+    "vae": ("diffusers", "AutoencoderKL"),
 }
 SETTINGS = {"transformer": {"patch_size": 2, "pos_embed_max_size": 32}, "vae": {"block_out_channels": [8, 8, 8, 8]}}
 
@@ -48,28 +48,18 @@ def safetensors(length: int) -> bytes:
     return len(header).to_bytes(8, "little") + header + bytes(length)
 
 
-def library(cls: str) -> str:
-    return "diffusers" if cls.startswith(("Auto", "SD3", "Flow")) else "transformers"
-
-
-def stem(name: str) -> str:
-    """Returns the name under which a part's library looks for weights."""
-    return "diffusion_pytorch_model" if library(CLASSES[name]) == "diffusers" else "model"
-
-
 def write_parts(folder: Path) -> None:
     """Writes a folder that looks like Stable Diffusion 3, with empty parts."""
-    for name, cls in CLASSES.items():
+    for name, (library, cls) in CLASSES.items():
         (folder / name).mkdir(parents=True)
-        is_model = "Tokenizer" not in cls and "Scheduler" not in cls
-        kind = "" if is_model else "tokenizer_" if "Tokenizer" in cls else "scheduler_"
+        kind = "tokenizer_" if "Tokenizer" in cls else "scheduler_" if "Scheduler" in cls else ""
         (folder / name / f"{kind}config.json").write_text(json.dumps(SETTINGS.get(name, {})))
-        if is_model:
-            (folder / name / f"{stem(name)}.safetensors").write_bytes(safetensors(100))
+        if not kind:
+            stem = "diffusion_pytorch_model" if library == "diffusers" else "model"
+            (folder / name / f"{stem}.safetensors").write_bytes(safetensors(100))
         if "Tokenizer" in cls:
             (folder / name / "tokenizer.json").write_text("{}")
-    index: dict[str, Any] = {name: [library(cls), cls] for name, cls in CLASSES.items()}
-    index |= {"_class_name": "StableDiffusion3Pipeline", "feature_extractor": [None, None]}
+    index = {**CLASSES, "_class_name": "StableDiffusion3Pipeline", "feature_extractor": [None, None]}
     (folder / "model_index.json").write_text(json.dumps(index))
 
 
@@ -94,24 +84,19 @@ LITTLE = 1_000_000
 
 @pytest.fixture
 def line(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Returns what is said of a recipe by `train` and `check`, which is the same line."""
+    """Returns the one line of `check` about a recipe."""
 
     def answer(recipe: Path, *overrides: str) -> str:
-        said = set()
-        for command in ("train", "check"):
-            assert require_lines(LITTLE, partial(main, [command, str(recipe), *overrides])) == 2
-            out, err = capfd.readouterr()
-            assert out == "" and err.endswith("\n")
-            said.add(err.removesuffix("\n"))
-        [only] = said
-        assert "\n" not in only
-        return only
+        assert require_lines(LITTLE, partial(main, ["check", str(recipe), *overrides])) == 2
+        out, err = capfd.readouterr()
+        assert out == "" and err.count("\n") == 1
+        return err
 
     return answer
 
 
-def test_a_whole_checkpoint_is_accepted_whatever_else_it_lists(recipe: Path) -> None:
-    """Checks so with a part that is no model, one that is not there, and settings of the pipeline."""
+def test_a_checkpoint_may_list_more(recipe: Path) -> None:
+    """A part that is no model, one that is not there, and settings of the pipeline."""
     index = recipe.parent / "model" / "model_index.json"
     more = {"guider": ["diffusers", "Guidance"], "transformer_2": [None, None], "boundary_ratio": 0.9}
     index.write_text(json.dumps(json.loads(index.read_text()) | more))
@@ -123,20 +108,12 @@ def test_a_whole_checkpoint_is_accepted_whatever_else_it_lists(recipe: Path) -> 
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("true_cfg_scale", 2, "unknown key; allowed: guidance_scale, height, max_sequence_length, negative_prompt, wi"),
         ("guidance", 2, "unknown key; did you mean 'guidance_scale'? allowed: "),
-        ("height", 72, "expected int >= 16, multiple of 16, got 72"),
-        ("width", 0, "expected int >= 16, multiple of 16, got 0"),
-        ("height", "tall", "expected int >= 16, multiple of 16, got 'tall'"),
-        ("height", "null", "expected int >= 16, multiple of 16, got None"),
         ("max_sequence_length", 1000, "expected int >= 1, <= 512, got 1000"),
-        ("guidance_scale", 0.5, "expected float >= 1, got 0.5"),
         ("width", 528, "this checkpoint's position table ends at 512 pixels, got 528"),
     ],
 )
-def test_settings_of_a_sample_that_the_family_does_not_have(
-    recipe: Path, line: Callable[..., str], key: str, value: Any, expected: str
-) -> None:
+def test_sampling_that_the_family_lacks(recipe, line, key, value, expected):
     assert f"rollout.sampling.{key}: {expected}" in line(recipe, f"rollout.sampling.{key}={value}")
 
 
@@ -148,18 +125,15 @@ def write(path: str, content: bytes) -> Callable[[Path], Any]:
     return lambda model: (model / path).write_bytes(content)
 
 
-def without_a_trace_of_the_vae(model: Path) -> None:
+def unlisted(model: Path) -> None:
+    """Removes the VAE without a trace."""
     remove("vae")(model)
     index = json.loads((model / "model_index.json").read_text())
     (model / "model_index.json").write_text(json.dumps({key: part for key, part in index.items() if key != "vae"}))
 
 
-def pickled(model: Path) -> None:
-    (model / WEIGHTS).rename(model / "transformer" / "diffusion_pytorch_model.bin")
-
-
 def renamed(ending: str, index: str | None = None) -> Callable[[Path], Any]:
-    """Returns what gives the denoiser's weights another ending, and an index of that variant."""
+    """Gives the denoiser's weights another ending, and an index of that variant."""
 
     def spoil(model: Path) -> None:
         (model / WEIGHTS).rename(model / "transformer" / f"diffusion_pytorch_model{ending}")
@@ -169,89 +143,66 @@ def renamed(ending: str, index: str | None = None) -> Callable[[Path], Any]:
     return spoil
 
 
-def as_file(name: str) -> Callable[[Path], Any]:
-    def spoil(model: Path) -> None:
-        remove(name)(model)
-        (model / name).write_text("")
-
-    return spoil
+def as_file(model: Path) -> None:
+    remove("text_encoder")(model)
+    (model / "text_encoder").write_text("")
 
 
 FP16, BF16_INDEX = "diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.safetensors.index.bf16.json"
 SHARDS = b'{"weight_map": {"w": "diffusion_pytorch_model.safetensors", "b": "model-2.safetensors"}}'
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 100\n"
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
 
 
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
-        *((remove(name), f"has no {name}/, but its model_index.json lists {cls}") for name, cls in CLASSES.items()),
+        (remove("scheduler"), "has no scheduler/, but its model_index.json lists FlowMatchEulerDiscreteScheduler"),
+        (remove("text_encoder_3"), "has no text_encoder_3/, but its model_index.json lists T5EncoderModel"),
         (remove("model_index.json"), "it has no model_index.json"),
         (remove("vae/config.json"), "vae has no config.json, but "),
         (remove("tokenizer_2/tokenizer_config.json"), "tokenizer_2 has no *config.json, but "),
         (remove("scheduler/scheduler_config.json"), "scheduler has no scheduler_config.json, but "),
         (write("vae/config.json", b'{"block_out'), "vae/config.json is cut off or no JSON (Input data was truncated"),
-        (write("text_encoder_3/config.json", b""), "text_encoder_3/config.json is cut off or no JSON ("),
         (write("vae/config.json", b"\xff\xfe"), "vae/config.json is cut off or no JSON ("),
         (write("vae/config.json", b"[]"), "vae/config.json: expected a JSON object, got a list"),
         (write("vae/config.json", b"{}"), "height: "),
+        (write("vae/config.json", LFS), "vae/config.json is a Git LFS pointer and not the file; fetch it with `git lf"),
+        (write("vae/config.json", b'{"_class_name": "AutoencoderKLWan"}'), "vae/config.json is of a AutoencoderKLWan"),
         (remove(WEIGHTS), "transformer has no weights (diffusion_pytorch_model.safetensors, or "),
         (write(WEIGHTS, b""), f"{WEIGHTS} (0 bytes) is cut off or no safetensors file; copy it again"),
-        (write(WEIGHTS, safetensors(100)[:20]), f"{WEIGHTS} (20 bytes) is cut off or no safetensors file"),
         (write(WEIGHTS, safetensors(100)[:-1]), "expected from its header "),
         (write(WEIGHTS, safetensors(100) + b"x"), "expected from its header "),
         (write(WEIGHTS, b"\xff" * 50), "is cut off or no safetensors file"),
         (write(WEIGHTS, (2).to_bytes(8, "little") + b"[]"), "is cut off or no safetensors file"),
-        (
-            write("vae/diffusion_pytorch_model.safetensors", LFS),
-            "is a Git LFS pointer and not the file; fetch it with `git lfs pull`",
-        ),
-        (write(f"{WEIGHTS}.index.json", SHARDS), "transformer lacks 1 of 2 files of weights: model-2.safetensors"),
-        (write("model_index.json", b'{"_class_name": "StableDiffusion3Pipeline"}'), "lists no parts"),
+        (write(WEIGHTS, safetensors(100).replace(b"[100]", b"[ 10]")), "is no safetensors file: "),
+        (write(WEIGHTS, LFS), "is a Git LFS pointer and not the file; fetch it with `git lfs pull`"),
+        (write(INDEX, SHARDS), "transformer lacks 1 of 2 files of weights: model-2.safetensors"),
+        (write(INDEX, SHARDS.replace(b"model-2", b"../vae/a")), "names of files in its own folder, "),
+        (write(INDEX, b'{"weight_map": {}}'), "expected a weight_map, tensors to files"),
+        (write(INDEX, SHARDS.replace(b"model-2", b"diffusion_pytorch_model")), "lacks the tensor 'b'"),
         (renamed(".fp16.safetensors"), f"but only the fp16 variant, {FP16}; rename it to diffusion_pytorch_model.safe"),
         (renamed("-00001-of-00002.safetensors"), "but 1 shards without an index (diffusion_pytorch_model-00001-of-00"),
         (renamed(".bf16.safetensors", index=".bf16"), f"but only the bf16 variant in shards; rename {BF16_INDEX} to "),
-        (write(f"{WEIGHTS}.index.json", SHARDS.replace(b"model-2", b"../vae/a")), "names of files in its own folder, "),
-        (write(f"{WEIGHTS}.index.json", b'{"weight_map": {}}'), "expected a weight_map, tensors to files"),
-        (
-            write(f"{WEIGHTS}.index.json", SHARDS.replace(b"model-2", b"diffusion_pytorch_model")),
-            "lacks the tensor 'b'",
-        ),
-        (write(WEIGHTS, safetensors(100).replace(b"[100]", b"[ 10]")), "is no safetensors file: "),
-        (
-            as_file("text_encoder"),
-            "text_encoder is a file, not a folder, but its model_index.json lists CLIPTextModelW",
-        ),
+        (renamed(".bin"), "model.bin is a pickle, which may run code when it is read; convert it to "),
+        (as_file, "text_encoder is a file, not a folder, but its model_index.json lists CLIPTextModelW"),
         (remove("tokenizer_3/tokenizer.json"), "tokenizer_3 has no vocabulary; expected tokenizer.json, or "),
         (write("tokenizer/tokenizer.json", b"{"), "tokenizer/tokenizer.json is cut off or no JSON ("),
         (write("tokenizer/tokenizer.json", b""), "tokenizer/tokenizer.json is empty; copy it again"),
-        (write("tokenizer/tokenizer.json", LFS), "tokenizer/tokenizer.json is a Git LFS pointer and not the file; fe"),
-        (write("vae/config.json", LFS), "vae/config.json is a Git LFS pointer and not the file; fetch it with `git lf"),
-        (
-            write("vae/config.json", b'{"_class_name": "AutoencoderKLWan"}'),
-            "vae/config.json is of a AutoencoderKLWan, ",
-        ),
-        (without_a_trace_of_the_vae, "is no checkpoint of this family in diffusers layout, "),
-        (
-            pickled,
-            "transformer/diffusion_pytorch_model.bin is a pickle, which may run code when it is read; convert it to ",
-        ),
+        (unlisted, "is no checkpoint of this family in diffusers layout, "),
+        (write("model_index.json", b'{"_class_name": "StableDiffusion3Pipeline"}'), "lists no parts"),
         (write("model_index.json", b'{"_class_name": "FluxPipeline"}'), "is a FluxPipeline checkpoint, but model.pip"),
     ],
 )
-def test_a_checkpoint_that_is_not_whole(
-    recipe: Path, line: Callable[..., str], spoil: Callable[[Path], Any], expected: str
-) -> None:
+def test_a_checkpoint_that_is_not_whole(recipe, line, spoil, expected):
     spoil(recipe.parent / "model")
     said = line(recipe)
     assert expected in said
     assert said.startswith(("omni-async: model.path: ", "omni-async: rollout.sampling.height: "))
 
 
-def test_transformers_loads_the_single_file_where_there_are_shards_as_well(
-    recipe: Path, line: Callable[..., str]
-) -> None:
+def test_transformers_prefers_a_single_file_to_shards(recipe: Path, line: Callable[..., str]) -> None:
     encoder = recipe.parent / "model" / "text_encoder"
     (encoder / "a.safetensors").write_bytes((encoder / "model.safetensors").read_bytes())
     (encoder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "a.safetensors"}}')
@@ -264,12 +215,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     """Installs a package that registers the family `mine` with a module of the given source."""
 
     def install(source: str) -> None:
-        folder = tmp_path / "site"
-        (folder / "mine-1.dist-info").mkdir(parents=True)
-        (folder / "mine-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
-        (folder / "mine-1.dist-info" / "entry_points.txt").write_text(f"[{families.GROUP}]\nmine = my_family:FAMILY\n")
-        (folder / "my_family.py").write_text(source)
-        monkeypatch.syspath_prepend(str(folder))
+        write_package(tmp_path / "site", "mine", families.GROUP, mine="my_family:FAMILY")
+        (tmp_path / "site" / "my_family.py").write_text(source)
+        monkeypatch.syspath_prepend(str(tmp_path / "site"))
         families.family_names.cache_clear()
         families.find_family.cache_clear()
 
@@ -285,14 +233,11 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         ("import no_such_package", "cannot be imported: ModuleNotFoundError: No module named 'no_such_package'"),
         ("FAMILY = (", "cannot be imported: SyntaxError: '(' was never closed"),
         ("raise RuntimeError('no licence\\nat all')", "cannot be imported: RuntimeError: no licence"),
-        ("import sys; sys.exit('no licence')", "cannot be imported: SystemExit: no licence"),
         ("", "cannot be imported: AttributeError: module 'my_family' has no attribute 'FAMILY'"),
         ("FAMILY = 'mine'", "which is of type str, not PipelineFamily"),
     ],
 )
-def test_a_family_whose_package_is_broken(
-    recipe: Path, line: Callable[..., str], installed: Callable[[str], None], source: str, why: str
-) -> None:
+def test_a_broken_family(recipe, line, installed, source, why):
     installed(source)
     said = line(recipe, "model.pipeline=mine")
     assert "model.pipeline: 'mine' is registered as 'my_family:FAMILY', which " in said and why in said
@@ -300,34 +245,27 @@ def test_a_family_whose_package_is_broken(
     assert main(["docs", "--out", str(recipe.parent / "page.md")]) == 2, "its keys cannot be documented"
 
 
+FLUX, Z_IMAGE = FluxSampling(guidance_scale=3.5), ZImageSampling()
+
+
 @pytest.mark.parametrize(
     ("spec", "config", "said"),
     [
-        (FluxSampling(guidance_scale=3.5), {"guidance_embeds": True}, None),
+        (FLUX, {"guidance_embeds": True}, None),
         (FluxSampling(), {"guidance_embeds": False}, None),
-        (FluxSampling(guidance_scale=3.5), {"guidance_embeds": False}, "guidance_scale: this checkpoint's transformer"),
-        (ZImageSampling(), {"axes_lens": [514, 32, 32]}, None),
-        (ZImageSampling(), {"axes_lens": [513, 32, 32]}, "max_sequence_length: this checkpoint's position table ends"),
-        (
-            ZImageSampling(height=528),
-            {"axes_lens": [514, 32, 32]},
-            "height: this checkpoint's position table ends at 51",
-        ),
-        (
-            ZImageSampling(),
-            {"axes_lens": [514, 32, 16]},
-            "width: this checkpoint's position table ends at 256, got 512",
-        ),
-        (ZImageSampling(), {"axes_lens": [514]}, "height: "),
+        (FLUX, {"guidance_embeds": False}, "guidance_scale: this checkpoint's transformer"),
+        (Z_IMAGE, {"axes_lens": [514, 32, 32]}, None),
+        (Z_IMAGE, {"axes_lens": [513, 32, 32]}, "max_sequence_length: this checkpoint's position table ends"),
+        (ZImageSampling(height=528), {"axes_lens": [514, 32, 32]}, "height: this checkpoint's position table ends at "),
+        (Z_IMAGE, {"axes_lens": [514, 32, 16]}, "width: this checkpoint's position table ends at 256, got 512"),
+        (Z_IMAGE, {"axes_lens": [514]}, "height: "),
     ],
 )
-def test_a_sample_that_the_transformer_cannot_make(
-    tmp_path: Path, spec: SamplingSpec, config: dict[str, Any], said: str | None
-) -> None:
+def test_a_sample_that_the_transformer_cannot_make(tmp_path, spec, config, said):
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
     problem = spec.problem(tmp_path)
-    assert problem is None if said is None else problem is not None and problem.startswith(said)
+    assert problem is None if said is None else problem.startswith(said)
 
 
 # ---- ranks that share the tokens of a sample -------------------------------------------------------------------------
@@ -344,73 +282,43 @@ def checkpoint(folder: Path, *heads: int | None) -> Path:
     return folder
 
 
-QWEN, WAN = QwenImageSampling(height=48, width=80), Wan22Sampling(height=48, width=80, num_frames=9)
-EDIT = QwenImageEditSampling(height=64, width=64)
 LARGE = Wan22Sampling(height=192, width=192)
-DEGREE = "trainer.sequence_parallel"
+SD3 = StableDiffusion3Sampling(height=48, width=80)
+HEADS, TOKENS = "trainer.sequence_parallel: ", "rollout.sampling: a sample's tokens are a multiple of "
 
 
 @pytest.mark.parametrize(
     ("family", "spec", "heads", "fits", "refused", "said"),
     [
-        ("wan2_2", LARGE, (24, 20), 4, 8, f"{DEGREE}: 8 ranks share a sequence, and do not divide the 20 attention he"),
-        ("wan2_2", LARGE, (24, 20), 4, 9, f"{DEGREE}: 9 ranks share a sequence, and do not divide the 24 attention he"),
-        ("qwen_image", QWEN, (None,), 1, 2, "model.path: .* does not name its num_attention_heads, got None"),
-        (
-            "qwen_image",
-            QWEN,
-            (120,),
-            5,
-            2,
-            f"rollout.sampling: a sample's tokens are a multiple of 15, which {DEGREE} = 2",
-        ),
-        (
-            "qwen_image_edit",
-            EDIT,
-            (24,),
-            4,
-            8,
-            f"rollout.sampling: a sample's tokens are a multiple of 4, which {DEGREE}",
-        ),
-        ("wan2_2", WAN, (120,), 5, 2, f"rollout.sampling: a sample's tokens are a multiple of 45, which {DEGREE} = 2"),
-        ("stable_diffusion_3", StableDiffusion3Sampling(height=48, width=80), (24,), 2, 9, f"{DEGREE}: 9 ranks"),
+        ("wan2_2", LARGE, (24, 20), 4, 8, f"{HEADS}8 ranks share a sequence, and do not divide the 20 attention heads"),
+        ("wan2_2", LARGE, (24, 20), 4, 9, f"{HEADS}9 ranks share a sequence, and do not divide the 24 attention heads"),
+        ("qwen_image", QwenImageSampling(), (None,), 1, 2, "model.path: .* does not name its num_attention_heads"),
+        ("qwen_image", QwenImageSampling(height=48, width=80), (120,), 5, 2, f"{TOKENS}15, which trainer.sequence_par"),
+        ("qwen_image_edit", QwenImageEditSampling(height=64, width=64), (24,), 4, 8, f"{TOKENS}4, "),
+        ("wan2_2", Wan22Sampling(height=48, width=80, num_frames=9), (120,), 5, 2, f"{TOKENS}45, "),
+        ("stable_diffusion_3", SD3, (24,), 2, 9, f"{HEADS}9 ranks"),
     ],
 )
-def test_ranks_divide_the_heads_of_every_denoiser_and_the_tokens_of_a_sample(
-    tmp_path: Path, family: str, spec: SamplingSpec, heads: Any, fits: int, refused: int, said: str
-) -> None:
+def test_ranks_divide_heads_and_tokens(tmp_path, family, spec, heads, fits, refused, said):
     whole = checkpoint(tmp_path, *heads), find_family(family), {"rollout.sampling": spec}
     check_sequence(fits, *whole)
     with pytest.raises(ConfigError, match=f"^{said}"):
         check_sequence(refused, *whole)
 
 
-def test_a_family_without_a_plan_of_attention_is_refused(tmp_path: Path) -> None:
+def test_a_family_without_a_plan_of_attention(tmp_path: Path) -> None:
     family = msgspec.structs.replace(find_family("qwen_image"), name="mine", attention_heads=None)
     with pytest.raises(ConfigError, match="ranks cannot share the tokens of a 'mine' sample, got 2; use 1"):
         check_sequence(2, tmp_path, family, {})
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["trainer.sequence_parallel=3"], "3 ranks share a sequence, and do not divide the 4 attention heads of"),
-        (
-            ["rollout.buckets=[{sampling: {height: 48, width: 16}}]"],
-            "rollout.buckets.0.sampling: a sample's tokens are a multiple of 3",
-        ),
-        (["trainer.backend=plain"], "trainer.backend: 'plain' is one rank, got trainer.workers = 6; use 'fsdp2' or"),
-        (["trainer.compile=true"], "trainer.compile: layers whose attention exchanges tokens are not compiled"),
-    ],
-)
-def test_a_degree_that_does_not_fit_is_refused_at_once_and_one_that_does_is_accepted(
-    tmp_path: Path, line: Callable[..., str], overrides: list[str], said: str
-) -> None:
-    write_world(
-        tmp_path,
-        run={"runtime": "ray"},
-        rollout={"engine": "diffusers", "group_size": 6, "sampling": {"height": 64, "width": 64}},
-        trainer={"workers": 6, "sequence_parallel": 2},
-    )
-    assert said in line(tmp_path / "recipe.yaml", *overrides)
-    assert main(["check", str(tmp_path / "recipe.yaml"), "--no-probe"]) == 0
+def test_degrees_of_a_recipe(tmp_path: Path, line: Callable[..., str]) -> None:
+    rollout = {"engine": "diffusers", "group_size": 6, "sampling": {"height": 64, "width": 64}}
+    trainer = {"workers": 6, "sequence_parallel": 2}
+    write_world(tmp_path, run={"runtime": "ray"}, rollout=rollout, trainer=trainer)
+    recipe = tmp_path / "recipe.yaml"
+    bucket = "rollout.buckets=[{sampling: {height: 48, width: 16}}]"
+    assert "rollout.buckets.0.sampling: a sample's tokens are a multiple of 3" in line(recipe, bucket)
+    said = "trainer.compile: layers whose attention exchanges tokens are not compiled"
+    assert said in line(recipe, "trainer.compile=true")
+    assert main(["check", str(recipe), "--no-probe"]) == 0

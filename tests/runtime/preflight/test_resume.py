@@ -1,10 +1,7 @@
-"""Tests where a run goes on: which folder, which checkpoint, and what is logged of those that cannot be used."""
+"""Tests where a run is resumed: which folder, which checkpoint, and what is logged of those that cannot be used."""
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +28,22 @@ def recipe(folder: Path, resume: str | None = "auto", **sections: object) -> Con
 
 
 def run_of(config: Config, stamp: str, *versions: int, status: str | None = None, algorithm: str = "flow_grpo") -> Path:
+    """Writes a run's folder with checkpoints of these versions."""
     run = Path(config.run.dir) / f"{config.run.name}-{stamp}"
     (run / "checkpoints").mkdir(parents=True)
     for version in versions:
-        control = ControlState(version=version, next_group=2 * version)
-        checkpoint_of(run, State(control, config.model.pipeline, algorithm, statement=stated(config, {})))
+        checkpoint_of(run, state_of(config, ControlState(version, 2 * version), algorithm=algorithm))
     if status is not None:
         (run / "summary.json").write_bytes(msgspec.json.encode({"status": status}))
     return run
 
 
+def state_of(config: Config, control: ControlState, algorithm: str = "flow_grpo", **given: Any) -> State:
+    return State(control, config.model.pipeline, algorithm, **{"statement": stated(config, {}), **given})
+
+
 def checkpoint_of(run: Path, state: State, groups: dict[int, list[Any]] | None = None, emulated: bool = False) -> Path:
-    """Writes a checkpoint. A trained one says how many optimizer steps its weights took; `emulated`: there are none."""
+    """Writes a checkpoint; `emulated`: its weights took no optimizer steps."""
     if not (state.engine or emulated):
         state = replace(state, engine={"optimizer_steps": state.version})
     folder = run / "checkpoints" / folder_name(state.version)
@@ -55,31 +56,30 @@ def checkpoint_of(run: Path, state: State, groups: dict[int, list[Any]] | None =
     return folder
 
 
-@contextmanager
-def held(run: Path) -> Iterator[None]:
-    """Holds the run's lock, as a run that is under way does."""
-    with (run / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def refusal(config: Config) -> str:
     with pytest.raises(ConfigError) as caught:
         find_resume_point(config)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def found(config: Config, passed: list[str] | None = None) -> ResumePoint:
-    """Returns where the run goes on, which must be somewhere."""
+    """Returns where the run is resumed, which must be somewhere."""
     point = find_resume_point(config, passed)
     assert point is not None
     return point
 
 
-def test_auto_goes_on_with_the_newest_run_of_this_name_in_its_own_folder(tmp_path: Path) -> None:
-    config = recipe(tmp_path)
+def remove_manifest(run: Path, version: int) -> None:
+    (run / "checkpoints" / folder_name(version) / "manifest.json").unlink()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return recipe(tmp_path)
+
+
+def test_auto_resumes_the_newest_run_of_this_name(tmp_path: Path, config: Config) -> None:
     assert find_resume_point(recipe(tmp_path, None)) is find_resume_point(config) is None
     run_of(config, "20260101-000000", 3)
     for number in ("", "-2", "-9", "-10"):  # of ten runs of one second the tenth is the newest
@@ -93,63 +93,47 @@ def test_auto_goes_on_with_the_newest_run_of_this_name_in_its_own_folder(tmp_pat
     assert (new.run, new.state.version) == (None, 1), "a checkpoint folder starts a new run"
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_a_run_without_another_is_refused(tmp_path: Path) -> None:
-    config = recipe(tmp_path)
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, config: Config) -> None:
     run = run_of(config, "20260101-000000", 1, 2)
     (run / "checkpoints" / "update-000002" / "state.json").write_bytes(b"{}")
     point = found(config)
-    assert point.state.version == 1
-    warning, note = point.notes
-    assert warning.startswith("warning: not resumed from update-000002: ") and "2 bytes" in warning
-    assert note.endswith("from update 1")
-    (run / "checkpoints" / "update-000001" / "manifest.json").unlink()
+    assert point.state.version == 1 and point.notes[1].endswith("from update 1")
+    assert point.notes[0].startswith("warning: not resumed from update-000002: ") and "2 bytes" in point.notes[0]
+    remove_manifest(run, 1)
     message = refusal(recipe(tmp_path, str(run)))
     assert "no checkpoint to resume from (not resumed from update-000002" in message
     assert message.endswith("checkpoint.resume=null starts a new run")
+    inputs = preflight(config)  # auto lets a cluster that repeats the command begin a run
+    assert (inputs.run, inputs.config.checkpoint.resume, inputs.start) == (None, None, ControlState())
+    assert inputs.notes[0].startswith("warning: passed over test-20260101-000000: ")
 
 
-def test_auto_takes_the_newest_run_that_is_not_done_and_says_what_it_passes_over(tmp_path: Path) -> None:
-    config = recipe(tmp_path)
+def test_auto_reports_what_it_passes_over(tmp_path: Path, config: Config) -> None:
     run_of(config, "20260101-000000", 1)
     unfinished = run_of(config, "20260102-000000", 3, status="failed")
-    damaged = run_of(config, "20260103-000000", 3)
-    (damaged / "checkpoints" / "update-000003" / "manifest.json").unlink()
+    remove_manifest(run_of(config, "20260103-000000", 3), 3)
     run_of(config, "20260104-000000")
-    run_of(config, "20260105-000000", 3, status="done")
+    for second in range(5):
+        run_of(config, f"20260105-00000{second}", 3, status="done")
     running = run_of(config, "20260106-000000", 3, status="done")  # that was done, and is being trained further
     run_of(config, "20260107-000000", 4, status="done")
     (Path(config.run.dir) / "test-20270101-000000").write_text("a file")
     (Path(config.run.dir) / "test-notes").mkdir()
     passed: list[str] = []
-    with held(running):
-        point = found(config, passed)
+    lock = RunDirectory.reopen(running)
+    point = found(config, passed)
+    lock.release()
     assert (point.run, point.state.version) == (unfinished, 3)
     assert point.notes == ("going on with test-20260102-000000 from update 3",)
     runs, nothing, broken, done = passed
     assert runs == "passed over test-20260106-000000: it is running"
     assert nothing == "passed over test-20260104-000000: it has no checkpoint"
-    assert broken.startswith(
-        "warning: passed over test-20260103-000000: has no checkpoint to resume from (not resumed f"
-    )
-    assert done.startswith("passed over, because done: test-20260107-000000, test-20260105-000000 (checkpoint.resume=<")
+    assert broken.startswith("warning: passed over test-20260103-000000: has no checkpoint to resume from (not res")
+    assert done.startswith("passed over, because done: test-20260107-000000, test-20260105-000004, ")
+    assert "-000001 and 1 others (checkpoint.resume=<" in done
 
 
-def test_auto_begins_a_run_where_none_can_be_gone_on_with_and_says_why(tmp_path: Path) -> None:
-    """Lets a cluster that repeats the command get on."""
-    config = recipe(tmp_path)
-    run = run_of(config, "20260101-000000", 1)
-    (run / "checkpoints" / "update-000001" / "manifest.json").unlink()
-    for second in range(7):
-        run_of(config, f"20250101-00000{second}", 4, status="done")
-    inputs = preflight(config)
-    assert (inputs.run, inputs.config.checkpoint.resume, inputs.start) == (None, None, ControlState())
-    damaged, done = inputs.notes
-    assert damaged.startswith("warning: passed over test-20260101-000000: ")
-    assert done.startswith("passed over, because done: test-20250101-000006, ") and "-000002 and 2 others" in done
-
-
-def test_a_run_beyond_the_last_update_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
-    config = recipe(tmp_path)
+def test_a_run_beyond_the_last_update_is_refused(tmp_path: Path, config: Config) -> None:
     run = run_of(config, "20260101-000000", 2, 12)
     beyond = f"{run} is at update 12, beyond trainer.updates = 4; trainer.updates=N with N above 12 resumes it"
     for resume in ("auto", str(run)):
@@ -158,25 +142,24 @@ def test_a_run_beyond_the_last_update_is_refused_instead_of_waited_for(tmp_path:
     assert "update-000012 is at update 12 already, trainer.updates is 4; trainer.updates=N with N above 12" in said
     last = find_resume_point(recipe(tmp_path, trainer={"updates": 12}))
     assert last is not None, "its last checkpoint is written before its end"
-    # One that began before that checkpoint and starts again by itself does not go on with it.
+    # A run that began before that checkpoint does not restart from it.
     refused: list[str] = []
     point = newest_of_run(config, run, refused)
     assert point is not None and point.state.version == 2
     assert refused == ["warning: not resumed from update-000012: it is beyond trainer.updates = 4"]
 
 
-def test_a_run_that_is_running_is_left_alone(tmp_path: Path) -> None:
-    config = recipe(tmp_path)
+def test_a_running_run_is_left_alone(tmp_path: Path, config: Config) -> None:
     older, newer = run_of(config, "20260101-000000", 3), run_of(config, "20260102-000000", 1)
-    with held(newer):
-        point = found(config)
-        assert point.run == older
-        assert "is running" in refusal(recipe(tmp_path, str(newer)))
-        with pytest.raises(RunDirectoryError, match="is running"):
-            RunDirectory.reopen(newer)
+    lock = RunDirectory.reopen(newer)
+    assert found(config).run == older
+    assert "is running" in refusal(recipe(tmp_path, str(newer)))
+    with pytest.raises(RunDirectoryError, match="is running"):
+        RunDirectory.reopen(newer)
+    lock.release()
 
 
-def test_a_wrong_path_is_reported_for_what_it_is(tmp_path: Path) -> None:
+def test_wrong_paths(tmp_path: Path) -> None:
     gone, file = tmp_path / "gone", tmp_path / "recipe.yaml"
     expected = "; expected 'auto', the folder of a run or that of a checkpoint"
     assert refusal(recipe(tmp_path, str(gone))) == f"checkpoint.resume: no such folder: {gone}{expected}"
@@ -191,32 +174,33 @@ def test_a_wrong_path_is_reported_for_what_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["samples", "checkpoints", "weights"])
-def test_a_run_with_a_link_in_the_place_of_a_folder_is_not_gone_on_with(tmp_path: Path, name: str) -> None:
-    config = recipe(tmp_path)
+def test_a_link_in_the_place_of_a_folder_is_refused(tmp_path: Path, config: Config, name: str) -> None:
     run = run_of(config, "20260101-120000", 2)
     if (run / name).exists():
         (run / name).rename(tmp_path / "away")
     (run / name).symlink_to(tmp_path / "away")
     passed = list[str]()
     assert find_resume_point(config, passed) is None and "the whole run folder may be one instead" in passed[0]
-    named = recipe(tmp_path, str(run))
-    assert "the whole run folder may be one instead" in refusal(named)
+    assert "the whole run folder may be one instead" in refusal(recipe(tmp_path, str(run)))
 
 
-def test_a_checkpoint_elsewhere_is_not_gone_on_from(tmp_path: Path) -> None:
-    config = recipe(tmp_path)
-    run = run_of(config, "20260101-120000", 2, 4)
-    (run / "checkpoints" / folder_name(4)).rename(tmp_path / "away")
-    (run / "checkpoints" / folder_name(4)).symlink_to(tmp_path / "away")
+def test_a_linked_checkpoint_is_passed_over(tmp_path: Path, config: Config) -> None:
+    newest = run_of(config, "20260101-120000", 2, 4) / "checkpoints" / folder_name(4)
+    newest.rename(tmp_path / "away")
+    newest.symlink_to(tmp_path / "away")
     point = found(config)
     assert point.state.version == 2 and "update-000004 is a link" in point.notes[0]
 
 
-def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
-    run = run_of(recipe(tmp_path), "20260101-000000", 1, algorithm="diffusion_nft")
+def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path, config: Config) -> None:
+    run = run_of(config, "20260101-000000", 1, algorithm="diffusion_nft")
     assert "its algorithm.name is 'diffusion_nft', the recipe's is 'flow_grpo'" in refusal(recipe(tmp_path, str(run)))
-    folder = str(run / "checkpoints" / "update-000001")
-    assert refusal(recipe(tmp_path, folder)).startswith("checkpoint.resume: ")
+    assert refusal(recipe(tmp_path, str(run / "checkpoints" / "update-000001"))).startswith("checkpoint.resume: ")
+    steps = run_of(config, "20260102-000000")
+    checkpoint_of(steps, state_of(config, ControlState(2), statement=None, engine={"optimizer_steps": 4}))
+    said = refusal(recipe(tmp_path, str(steps)))
+    assert "it made 4 optimizer steps in 2 updates, trainer.steps_per_update is 1" in said
+    assert find_resume_point(recipe(tmp_path, trainer={"steps_per_update": 2, "groups_per_update": 2})) is not None
 
 
 def double_line(ledger: Path, number: int) -> None:
@@ -224,47 +208,34 @@ def double_line(ledger: Path, number: int) -> None:
     ledger.write_bytes(b"\n".join([*lines[:number], *lines[number - 1 :]]))
 
 
-def test_of_a_damaged_ledger_the_checkpoints_before_the_damage_count(tmp_path: Path) -> None:
-    config = recipe(tmp_path)
+def test_a_damaged_ledger_leaves_the_checkpoints_before_the_damage(tmp_path: Path, config: Config) -> None:
     run = run_of(config, "20260101-000000")
-    states = write_ledger(run, 4)
+    ledger, states, newest = run / "ledger.jsonl", write_ledger(run, 4), run / "checkpoints" / "update-000002"
     for version in (1, 2):
-        control = ControlState(version, ledger=states[2 * version])
-        checkpoint_of(run, State(control, config.model.pipeline, "flow_grpo", statement=stated(config, {})))
-    double_line(run / "ledger.jsonl", 4)
-    point = found(config)
-    assert point.state.version == 2, "what comes after the lines that count is void"
-    whole = (run / "ledger.jsonl").read_bytes()
-    (run / "ledger.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:4])[:-9])
+        checkpoint_of(run, state_of(config, ControlState(version, ledger=states[2 * version])))
+    double_line(ledger, 4)
+    assert found(config).state.version == 2, "what comes after the lines that count is void"
+    whole = ledger.read_bytes()
+    ledger.write_bytes(b"".join(whole.splitlines(keepends=True)[:4])[:-9])
     point = found(config)  # of a machine that went down before the lines were on its disk
     assert point.state.version == 1
     assert "not resumed from update-000002: the ledger has 3 lines, the checkpoint counts 4" in point.notes[0]
-    (run / "ledger.jsonl").write_bytes(whole)
-    double_line(run / "ledger.jsonl", 3)
+    ledger.write_bytes(whole)
+    double_line(ledger, 3)
     point = found(config)
     assert point.state.version == 1
     assert "differ from the lines that the checkpoint counts: line 4 is of group 2, and so is line 3" in point.notes[0]
-    double_line(run / "ledger.jsonl", 1)
+    double_line(ledger, 1)
     said = refusal(recipe(tmp_path, str(run)))
     assert "line 2 is of group 0, and so is line 1; and 1 older cannot be used either)" in said
-    newest = run / "checkpoints" / "update-000002"
     assert f"{newest} starts a new run from its weights; checkpoint.resume=null starts a new run" in said
     passed: list[str] = []
     assert find_resume_point(config, passed) is None and "line 2 is of group 0" in passed[0]
     assert find_resume_point(recipe(tmp_path, str(newest))) is not None, "a new run has a ledger of its own"
 
 
-def test_another_number_of_optimizer_steps_per_update_is_another_job(tmp_path: Path) -> None:
-    config = recipe(tmp_path)
-    run = run_of(config, "20260101-000000")
-    checkpoint_of(run, State(ControlState(2), config.model.pipeline, "flow_grpo", engine={"optimizer_steps": 4}))
-    said = refusal(recipe(tmp_path, str(run)))
-    assert "it made 4 optimizer steps in 2 updates, trainer.steps_per_update is 1" in said
-    assert find_resume_point(recipe(tmp_path, trainer={"steps_per_update": 2, "groups_per_update": 2})) is not None
-
-
-def test_emulated_devices_do_not_go_on_with_trained_weights_nor_a_trainer_without_them(tmp_path: Path) -> None:
-    config, emulation = recipe(tmp_path), {"profile": "p.json"}
+def test_emulated_and_trained_runs_do_not_continue_each_other(tmp_path: Path, config: Config) -> None:
+    emulation = {"profile": "p.json"}
     trained = run_of(config, "20260101-000000", 1, 2)
     said = refusal(recipe(tmp_path, str(trained), emulation=emulation))
     assert "it holds trained weights, and the recipe's devices are emulated" in said
@@ -279,15 +250,14 @@ def test_emulated_devices_do_not_go_on_with_trained_weights_nor_a_trainer_withou
     assert found(recipe(tmp_path, emulation=emulation)).run == emulated
 
 
-def test_groups_that_wait_are_made_again_by_a_recipe_that_would_make_others(tmp_path: Path) -> None:
-    config = recipe(tmp_path)
-    ready = ReadyGroup(
-        3, Prompt(0, "x"), None, 1, (ReadySample("g3.s0", None, None, Score(0.5), VersionSpans.of((1,))),)
-    )
-    control, statement = ControlState(1, ready=(ready,)), stated(config, {})
-    state = State(control, config.model.pipeline, "flow_grpo", samples=made_with(config), statement=statement)
-    folder = str(checkpoint_of(run_of(config, "20260101-000000"), state, {3: [{"latents": np.zeros(2)}]}))
-    assert found(config).state.control.ready == (ready,)
+READY = ReadyGroup(3, Prompt(0, "x"), None, 1, (ReadySample("g3.s0", None, None, Score(0.5), VersionSpans.of((1,))),))
+
+
+def test_waiting_groups_are_generated_again_by_another_recipe(tmp_path: Path, config: Config) -> None:
+    state = state_of(config, ControlState(1, ready=(READY,)), samples=made_with(config))
+    run = run_of(config, "20260101-000000")
+    folder = str(checkpoint_of(run, state, {3: [{"latents": np.zeros(2)}]}))
+    assert found(config).state.control.ready == (READY,)
     for resume in ("auto", folder):
         point = found(recipe(tmp_path, resume, rollout={"num_inference_steps": 7}))
         assert point.state.control.ready == ()
@@ -295,20 +265,13 @@ def test_groups_that_wait_are_made_again_by_a_recipe_that_would_make_others(tmp_
         changed = "rollout.num_inference_steps changed"
         assert point.notes[0] == "changed since update-000001: rollout.num_inference_steps: 10 -> 7"
         assert point.notes[1] == f"groups that waited for the trainer (1) are made again: {changed}"
-    masked = recipe(tmp_path, algorithm={"correction": {"mode": "decoupled", "kappa_nats": 2.0}})
-    point = found(masked)
+    point = found(recipe(tmp_path, algorithm={"correction": {"mode": "decoupled", "kappa_nats": 2.0}}))
     assert point.state.control.ready == (), "they have no means, which the mask reads"
     assert point.notes[-2].endswith("trajectory fields changed")
-
-
-def test_groups_of_an_earlier_version_are_made_again(tmp_path: Path) -> None:
-    config = recipe(tmp_path)
-    ready = ReadyGroup(
-        3, Prompt(0, "x"), None, 1, (ReadySample("g3.s0", None, None, Score(0.5), VersionSpans.of((1,))),)
-    )
+    # So are groups of an earlier version of the software.
     samples = {name: value for name, value in made_with(config).items() if name != "log-prob dtype"}
-    state = State(ControlState(1, ready=(ready,)), config.model.pipeline, "flow_grpo", samples=samples)
-    checkpoint_of(run_of(config, "20260101-000000"), state, {3: [{"latents": np.zeros(2)}]})
+    older = state_of(config, ControlState(2, ready=(READY,)), samples=samples)
+    checkpoint_of(run, older, {3: [{"latents": np.zeros(2)}]})
     point = found(config)
     assert (point.state.control.ready, [one.group for one in point.state.control.unfinished]) == ((), [3])
     assert any(note.endswith("made again: log-prob dtype changed") for note in point.notes)
