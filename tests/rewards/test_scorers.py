@@ -54,16 +54,6 @@ class Bright:
         return [Score(float(image[:, :, 0].mean())) for image in images]
 
 
-class Returns:
-    """A scorer that returns these values, whatever it was asked for."""
-
-    def __init__(self, *, values: tuple[float, ...]):
-        self._scores = [Score(value) for value in values]
-
-    def score(self, images, prompts):
-        return self._scores
-
-
 class Loud:
     """A scorer of sound, with or without pictures."""
 
@@ -158,8 +148,7 @@ def test_a_scorer_that_declares_what_it_accepts_gets_media_and_one_that_does_not
 @pytest.mark.parametrize(
     ("scorer", "num_prompts", "error"),
     [
-        (own("Returns", values=[0.0, math.nan, 0.0]), 3, r"Returns.*sample 1 \(prompt 11: 'prompt 1'\): value is nan"),
-        (own("Returns", values=[0.0]), 3, "Returns' returned 1 scores for 3 samples"),
+        (own("Constant", value=math.nan), 3, r"Constant.*sample 0 \(prompt 10: 'prompt 0'\): value is nan"),
         (own("Constant", 1e300, value=1e99), 3, r"Constant': a reward of inf, beyond"),
         (own("Constant"), 2, "3 samples but 2 prompts"),
         (own("Loud"), 3, "scorer 'test_scorers:Loud' accepts audio, the sample is image"),
