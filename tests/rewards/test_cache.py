@@ -10,37 +10,46 @@ import subprocess
 import sys
 from contextlib import closing
 from hashlib import blake2b
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from omni_async.aio.clock import WallClock
-from omni_async.config import schema
+from omni_async.config import ConfigError, schema
 from omni_async.media import Media
-from omni_async.rewards import registry
 from omni_async.rewards.cache import ScoreCache, digest_of, identity_of, key_of
-from omni_async.rewards.loaded import LoadedReward
-from omni_async.rewards.panel import Panel
+from omni_async.rewards.score_file import ScoreFile
 from omni_async.rewards.scorers.jpeg_size import JpegSizeScorer
 from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, PromptImage, Score
-from tests.support.images import as_media
+from tests.runtime.runtime_world import write_world
 
 SCORE = Score(0.25, {"a": 1.0}, "read", (2.0,))
 
 
-def cache(path: Path | None = None, **config: Any) -> ScoreCache:
-    async def report(text: str) -> None: ...
+async def silent(text): ...
 
+
+def cache(path=None, report=silent, **config):
     return ScoreCache(schema.ScoreCache(path=None if path is None else str(path), **config), Threads("cache"), report)
 
 
-def key(number: int) -> bytes:
+def key(number):
     return number.to_bytes(16, "little")
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A file with one entry."""
+    kept = cache(tmp_path / "scores", memory=0)
+    kept.put({key(0): SCORE})
+    kept.close()
+    return tmp_path / "scores"
+
+
+def long(numbers):
+    return {key(number): Score(1.0, text="x" * 2000) for number in numbers}
 
 
 def test_the_newest_answers_stay_in_memory_and_those_that_were_used():
@@ -59,30 +68,26 @@ def test_the_newest_answers_stay_in_memory_and_those_that_were_used():
 def test_the_file_stays_within_its_size_and_keeps_the_newest(tmp_path):
     kept = cache(tmp_path / "scores", memory=0, size=2**18)
     for number in range(400):
-        kept.put({key(number): Score(1.0, text="x" * 2000)})
+        kept.put(long([number]))
     assert kept.problem is None
     kept.close()
     assert (tmp_path / "scores").stat().st_size < 1.3 * 2**18
-    found = cache(tmp_path / "scores").get([key(number) for number in range(400)])
+    found = cache(tmp_path / "scores").get([*map(key, range(400))])
     assert 50 < len(found) < 140 and key(399) in found and key(0) not in found
+    file = ScoreFile(tmp_path / "large", 2**26)
+    file.put({b"k": b"x", b"large": bytes(2**20 + 1)})
+    assert file.get([b"k", b"large"]) == {b"k": b"x"}
 
 
-def test_a_damaged_entry_is_none_and_is_replaced(tmp_path):
-    kept = cache(tmp_path / "scores", memory=0)
-    kept.put({key(number): SCORE for number in range(9)})
-    with sqlite3.connect(tmp_path / "scores") as file:
-        [(whole,)] = file.execute("SELECT value FROM scores WHERE key = ?", [key(0)])
-        other = cache()
-        other.put({key(5): Score(9.0)})
-        for number, value in enumerate(
-            [whole[:-1] + bytes([whole[-1] ^ 1]), whole[:9], b"", "text", other._memory[key(5)]]
-        ):
-            file.execute("UPDATE scores SET value = ? WHERE key = ?", [value, key(number)])
-        for number, value in ((6, "NULL"), (7, "7"), (8, "CAST(x'ff' AS TEXT)")):
-            file.execute(f"UPDATE scores SET value = {value} WHERE key = ?", [key(number)])
-    assert kept.get([key(number) for number in range(9)]) == {key(5): SCORE} and kept.problem is None
-    kept.put({key(1): Score(3.0)})
-    assert kept.get([key(1)]) == {key(1): Score(3.0)} and kept.problem is None
+def test_a_smaller_bound_is_reached_little_by_little(tmp_path):
+    large = cache(tmp_path / "scores", memory=0)
+    large.put(long(range(300)))
+    large.close()
+    kept, counts = cache(tmp_path / "scores", memory=0, size=2**18), []
+    for number in range(300, 360):
+        kept.put(long([number]))
+        counts.append(len(kept.get([*map(key, range(360))])))
+    assert counts[0] > 250 and counts[-1] < 100 and key(359) in kept.get([key(359)])
 
 
 def test_a_database_of_another_program_and_a_broken_one_are_given_up_with_a_reason(tmp_path):
@@ -104,11 +109,10 @@ def test_a_database_of_another_program_and_a_broken_one_are_given_up_with_a_reas
 async def test_an_unusable_file_is_reported_once(tmp_path):
     said = []
 
-    async def report(text: str) -> None:
+    async def report(text):
         said.append(text)
 
-    (tmp_path / "folder").mkdir()
-    kept = ScoreCache(schema.ScoreCache(path=str(tmp_path / "folder")), Threads("cache"), report)
+    kept = cache(tmp_path, report)
     media, prompts = [Media(image=np.full((3, 4, 4), i, np.uint8)) for i in range(2)], [Prompt(0, "a"), Prompt(1, "b")]
     keys, known = await kept.find(b"scorer", media, prompts)
     assert known == [None, None]
@@ -121,36 +125,55 @@ async def test_an_unusable_file_is_reported_once(tmp_path):
     kept.close()
 
 
-@pytest.mark.parametrize(
-    "score",
-    [
-        {"value": math.nan},
-        {"value": -math.inf},
-        {"value": 1.0, "parts": {"a": math.nan}},
-        {"value": 1.0, "parts": {"a": 1e160}},
-        {"value": 1.0, "parts": {"\x00": 1.0}},
-        {"value": 1.0, "parts": {str(i): 1.0 for i in range(257)}},
-        {"value": 1.0, "parts": {str(i): 1.0 for i in range(5000)}},
-        {"value": 1.0, "values": [math.nan]},
-        {"value": 1.0, "text": "x" * 2**19},
-    ],
-    ids=range(9),
-)
-def test_an_entry_that_no_scorer_may_give_is_none(tmp_path, score):
+def entry(score, number=0):
     content = msgspec.msgpack.encode(score)
-    entry = blake2b(key(0) + content, digest_size=8).digest() + content
-    kept = cache(tmp_path / "scores", memory=0)
-    kept.put({key(0): SCORE})
-    assert kept.get([key(0)]) == {key(0): SCORE}
-    with sqlite3.connect(tmp_path / "scores") as file:
-        file.execute("UPDATE scores SET value = ?", [entry])
-    assert kept.get([key(0)]) == {} and kept.problem is None
+    return blake2b(key(number) + content, digest_size=8).digest() + content
+
+
+WHOLE = entry({"value": 0.25})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        WHOLE[:-1] + bytes([WHOLE[-1] ^ 1]),
+        WHOLE[:9],
+        b"",
+        "text",
+        None,
+        7,
+        entry({"value": 9.0}, 1),
+        entry({"value": math.nan}),
+        entry({"value": -math.inf}),
+        entry({"value": 1.0, "parts": {"a": math.nan}}),
+        entry({"value": 1.0, "parts": {"a": 1e160}}),
+        entry({"value": 1.0, "parts": {"\x00": 1.0}}),
+        entry({"value": 1.0, "parts": {str(i): 1.0 for i in range(257)}}),
+        entry({"value": 1.0, "values": [math.nan]}),
+        entry({"value": 1.0, "text": "x" * 2**19}),
+    ],
+    ids=range(15),
+)
+def test_an_entry_that_is_damaged_or_that_no_scorer_may_give_is_none_and_is_replaced(written, value):
+    with sqlite3.connect(written) as file:
+        file.execute("UPDATE scores SET value = ?", [WHOLE])
+    assert cache(written, memory=0).get([key(0)]) == {key(0): Score(0.25)}
+    with sqlite3.connect(written) as file:
+        file.execute("UPDATE scores SET value = ?", [value])
+    kept = cache(written, memory=0)
+    assert kept.get([key(0)]) == {}
+    kept.put({key(0): Score(3.0)})
+    assert kept.get([key(0)]) == {key(0): Score(3.0)} and kept.problem is None
+
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS key, i AS value, i AS id FROM n"
 
 
 @pytest.mark.parametrize(
     "change",
     [
         "ALTER TABLE scores RENAME TO old; CREATE VIEW scores AS SELECT * FROM old",
+        f"DROP TABLE scores; CREATE VIEW scores AS {ENDLESS}",
         "CREATE TRIGGER t AFTER INSERT ON scores BEGIN DELETE FROM scores; END",
         "CREATE VIRTUAL TABLE v USING fts5(x)",
         "CREATE INDEX i ON scores (hex(value))",
@@ -158,26 +181,20 @@ def test_an_entry_that_no_scorer_may_give_is_none(tmp_path, score):
         "DROP TABLE scores; CREATE TABLE scores (id INTEGER PRIMARY KEY, key BLOB UNIQUE, value BLOB CHECK (hex(key)))",
     ],
 )
-def test_a_database_that_computes_something_is_not_used(tmp_path, change):
-    first = cache(tmp_path / "scores", memory=0)
-    first.put({key(0): SCORE})
-    first.close()
-    with sqlite3.connect(tmp_path / "scores") as file:
+def test_a_database_that_computes_something_is_not_used(written, change):
+    with sqlite3.connect(written) as file:
         file.executescript(change)
-    kept = cache(tmp_path / "scores", memory=0)
+    kept = cache(written, memory=0)
     assert kept.get([key(0)]) == {} and "another program" in str(kept.problem)
 
 
 @pytest.mark.parametrize("suffix", ["-journal", "-wal", "-shm"])
-def test_a_cache_whose_journal_is_a_pipe_or_a_link_is_not_used(tmp_path, suffix):
-    first = cache(tmp_path / "scores", memory=0)
-    first.put({key(0): SCORE})
-    first.close()
+def test_a_cache_whose_journal_is_a_pipe_or_a_link_is_not_used(written, tmp_path, suffix):
     beside, victim = tmp_path / f"scores{suffix}", tmp_path / "victim"
     victim.write_bytes(b"precious")
     for make in (lambda: os.mkfifo(beside), lambda: beside.symlink_to(victim)):
         make()
-        kept = cache(tmp_path / "scores", memory=0)
+        kept = cache(written, memory=0)
         kept.put({key(1): SCORE})
         assert kept.get([key(0)]) == {} and "not a file" in str(kept.problem)
         beside.unlink()
@@ -203,20 +220,9 @@ def test_a_file_that_stays_locked_is_given_up_and_one_that_is_busy_is_not(tmp_pa
     assert cache(tmp_path / "scores").get([key(number) for number in range(10)]).keys() == {key(0), key(3), key(6)}
 
 
-def test_a_smaller_bound_is_reached_little_by_little(tmp_path):
-    large = cache(tmp_path / "scores", memory=0)
-    large.put({key(number): Score(1.0, text="x" * 2000) for number in range(300)})
-    large.close()
-    kept, counts = cache(tmp_path / "scores", memory=0, size=2**18), []
-    for number in range(300, 360):
-        kept.put({key(number): Score(1.0, text="x" * 2000)})
-        counts.append(len(kept.get([key(one) for one in range(360)])))
-    assert counts[0] > 250 and counts[-1] < 100 and key(359) in kept.get([key(359)])
-
-
 WRITER = """
 import sys
-from omni_async.config import schema
+from omni_async.config import ConfigError, schema
 from omni_async.rewards import score_file
 from omni_async.rewards.cache import ScoreCache
 from omni_async.rewards.threads import Threads
@@ -231,30 +237,22 @@ for number in range(first, last):
 """
 
 
-def writer(path: Path, first: int, last: int) -> subprocess.Popen[str]:
+def writer(path, first, last):
     command = [sys.executable, "-c", WRITER, str(path), str(first), str(last)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def test_two_processes_write_one_file(tmp_path):
-    both = [writer(tmp_path / "scores", 0, 200), writer(tmp_path / "scores", 200, 400)]
-    for one in both:
-        one.communicate()
-    assert [one.returncode for one in both] == [0, 0]
-    found = cache(tmp_path / "scores").get([key(number) for number in range(400)])
-    assert {score.value for score in found.values()} == {float(number) for number in range(400)}
-
-
-def test_what_was_written_survives_a_kill_in_the_middle(tmp_path):
-    process = writer(tmp_path / "scores", 0, 10**6)
-    assert process.stdout is not None
-    said = [process.stdout.readline() for _ in range(50)]
-    process.send_signal(signal.SIGKILL)
-    said += process.communicate()[0].splitlines()
-    written = [int(line) for line in said[:-1]]  # the last line may be half of one
+def test_two_processes_write_one_file_and_what_was_written_survives_a_kill(tmp_path):
+    killed, other = writer(tmp_path / "scores", 1000, 10**6), writer(tmp_path / "scores", 0, 200)
+    said = [killed.stdout.readline() for _ in range(50)]
+    killed.send_signal(signal.SIGKILL)
+    said += killed.communicate()[0].splitlines()
+    other.communicate()
+    assert other.returncode == 0
+    written = [*range(200), *map(int, said[:-1])]  # the last line may be half of one
     kept = cache(tmp_path / "scores")
-    found = kept.get([key(number) for number in range(len(written) + 2)])
-    assert {number: found[key(number)].value for number in written} == {number: float(number) for number in written}
+    found = kept.get([*map(key, written)])
+    assert [found[key(number)].value for number in written] == [float(number) for number in written]
     kept.put({key(10**7): SCORE})
     assert kept.problem is None and key(10**7) in cache(tmp_path / "scores").get([key(10**7)])
 
@@ -264,23 +262,13 @@ def test_what_was_written_survives_a_kill_in_the_middle(tmp_path):
 
 def test_a_key_is_of_all_that_an_answer_follows_from_and_of_nothing_else():
     image, longer = np.zeros((3, 4, 6), np.uint8), np.zeros((3, 6, 4), np.uint8)
-    sound = np.zeros((1, 8), np.float32)
-    digests = [
-        digest_of(one)
-        for one in (
-            Media(image=image),
-            Media(image=longer),
-            Media(image=image + 1),
-            Media(video=image[None], fps=8),
-            Media(video=image[None], fps=9),
-            Media(audio=sound, sample_rate=8),
-            Media(audio=sound, sample_rate=9),
-        )
-    ]
+    media = [Media(image=one) for one in (image, longer, image + 1)]
+    media += [Media(video=image[None], fps=fps) for fps in (8, 9)]
+    media += [Media(audio=np.zeros((1, 8), np.float32), sample_rate=rate) for rate in (8, 9)]
+    digests = [digest_of(one) for one in media]
     assert len({*digests}) == len(digests)
-    assert digest_of(Media(image=np.zeros((3, 8, 12), np.uint8)[:, ::2, ::2])) == digests[0], (
-        "however it lies in memory"
-    )
+    strided = np.zeros((3, 8, 12), np.uint8)[:, ::2, ::2]
+    assert digest_of(Media(image=strided)) == digests[0], "however it lies in memory"
     prompt = Prompt(0, "a", "b", {"x": 1, "y": [2]}, (PromptImage("/p", "d"),))
     same = [
         replace(prompt, index=1),
@@ -334,28 +322,8 @@ def test_a_scorer_is_known_by_its_parameters_version_and_source(tmp_path, monkey
     assert None not in found and found[0] != found[1]
 
 
-def test_answers_of_every_built_in_scorer_are_kept_but_those_of_another_machine():
-    declared = {name: getattr(registry._load(name), "deterministic", False) for name in registry._BUILT_IN}
-    assert declared == {name: name not in ("http", "vlm_judge") for name in registry._BUILT_IN}
-
-
-@pytest.mark.parametrize(("given", "said"), [(-1, "memory"), ("many", "memory")])
-def test_sizes_are_bounded(given, said, tmp_path):
-    from omni_async.config import ConfigError
-    from tests.runtime.runtime_world import write_world
-
+def test_sizes_are_bounded(tmp_path):
     assert write_world(tmp_path, reward={"cache": {"path": "kept"}}).reward.cache.path == str(tmp_path / "kept")
-    with pytest.raises(ConfigError, match=f"reward.cache.{said}: "):
-        write_world(tmp_path, reward={"cache": {said: given}})
-
-
-async def silent(text: str) -> None: ...
-
-
-async def test_answers_of_scorers_that_are_built_already_are_not_cached_because_their_parameters_are_unknown():
-    config, prompt = schema.Reward(), Prompt(0, "a")
-    image = as_media(np.random.default_rng(0).integers(0, 255, (32, 32, 3), np.uint8))
-    both = LoadedReward.of(config, *(JpegSizeScorer(sign="max", quality=quality) for quality in (30, 95)))
-    async with Panel("p", both, config, WallClock(), silent) as panel:
-        low, high, again = [await panel.scorers[i].score(image, prompt) for i in (0, 1, 1)]
-    assert low.score != high.score == again.score and not again.cached
+    for given in (-1, "many"):
+        with pytest.raises(ConfigError, match=r"reward\.cache\.memory: "):
+            write_world(tmp_path, reward={"cache": {"memory": given}})

@@ -1,10 +1,8 @@
-"""Tests that files which scorers and their caches read are plain ones, and hold what a scorer could have written."""
+"""Tests that files of models which scorers read are plain ones and hold what a model could have written."""
 
 from __future__ import annotations
 
 import os
-import sqlite3
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,38 +10,13 @@ import pytest
 from omni_async.config import ConfigError
 from omni_async.config.load import read_model_json
 from omni_async.records.write.images import image_grid
-from omni_async.rewards.cache import _decoded, _encoded
-from omni_async.rewards.score_file import ScoreFile
 from omni_async.rewards.scorers.head import read_tensors
 from omni_async.rewards.scorers.hps_v3 import read_question
 from omni_async.rewards.scorers.pretrained import wrong_checkpoint
 from omni_async.training.loading import open_tensors
-from omni_async.types import Score
-
-HUGE = [Score(float("nan")), Score(float("inf")), Score(1.0, {"a": 1e160}), Score(1.0, {"x" * 200: 1.0})]
 
 
-@pytest.mark.parametrize("score", HUGE)
-def test_a_kept_score_that_no_scorer_could_give_is_none(score):
-    assert _decoded(b"k", _encoded(b"k", score)) is None
-    assert _decoded(b"k", _encoded(b"k", Score(0.5))) == Score(0.5)
-
-
-def test_a_cache_that_is_a_pipe_or_a_program_is_given_up(tmp_path: Path):
-    os.mkfifo(tmp_path / "pipe")
-    assert ScoreFile(tmp_path / "pipe", 2**20).get([b"k"]) == {}
-    with sqlite3.connect(tmp_path / "view") as database:
-        database.execute(f"PRAGMA application_id = {0x6F614331}")
-        endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
-        database.execute(f"CREATE VIEW scores AS {endless} SELECT i AS key, i AS value, i AS id FROM n")
-    file = ScoreFile(tmp_path / "view", 2**20)
-    assert file.get([b"k"]) == {} and "another program" in (file.problem or "")
-    file = ScoreFile(tmp_path / "cache", 2**26)
-    file.put({b"k": b"x", b"large": bytes(2**20 + 1)})
-    assert file.get([b"k", b"large"]) == {b"k": b"x"}
-
-
-def test_models_of_scorers_and_their_questions_are_plain_files(tmp_path: Path):
+def test_models_of_scorers_and_their_questions_are_plain_files(tmp_path):
     os.mkfifo(tmp_path / "config.json")
     assert "it is a named pipe" in (wrong_checkpoint(str(tmp_path), "clip") or "")
     (tmp_path / "config.json").unlink()
@@ -59,14 +32,14 @@ def test_models_of_scorers_and_their_questions_are_plain_files(tmp_path: Path):
 @pytest.mark.parametrize(
     "content", [b"[" * 5000, b'{"a": NaN}', b'{"n": [' + b"0," * 1_000_001 + b"0]}", b"\xff", b"[]"]
 )
-def test_json_of_a_model_folder_is_an_object_of_bounded_size(content, tmp_path: Path):
+def test_json_of_a_model_folder_is_an_object_of_bounded_size(content, tmp_path):
     (tmp_path / "model_index.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"model_index\.json[^\n]+$"):
         read_model_json(tmp_path / "model_index.json")
 
 
 @pytest.mark.parametrize("where", ['{"a": "../x.safetensors"}', '{"a": 1}', "3"])
-def test_an_index_of_weights_lists_files_of_its_folder(where, tmp_path: Path):
+def test_an_index_of_weights_lists_files_of_its_folder(where, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {where}}}')
     with pytest.raises(ValueError, match="expected a weight_map from tensors to files"):
         open_tensors(tmp_path)

@@ -1,28 +1,20 @@
 """Tests object checks: the rules on known boxes, and a small random detector against its own logits."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from transformers import CLIPModel, CLIPTokenizer, YolosConfig, YolosForObjectDetection, YolosImageProcessor
+from transformers import CLIPTokenizer
 
-from omni_async.config import schema
 from omni_async.rewards import registry
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.scorers.object_checks import COLOURS, Box, checked, checks_of, cut_out, relations
 from omni_async.types import Prompt
+from tests.rewards.scorer_world import LABELS, config
 from tests.support import tiny_clip
 from tests.support.images import as_media
 
-LABELS = {0: "cat", 1: "dog", 2: "bench"}
-DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
 
-
-def box(x: float, y: float, size: float = 10.0, score: float = 0.9) -> Box:
+def box(x, y, size=10.0, score=0.9):
     return Box(score, x, y, x + size, y + size)
 
 
@@ -75,38 +67,19 @@ def test_counts_positions_and_what_should_not_be_there_are_checked(include, excl
         ({"exclude": [{"class": "cat", "count": True}]}, "exclude 0: count: expected a positive integer, got True"),
     ],
 )
-def test_what_cannot_be_checked_is_refused_before_the_run(metadata: dict[str, Any], why: str) -> None:
-    check = registry.prompt_check(schema.Scorer(name="object_checks", params={"path": "x"}))
-    assert check is not None and why in (check(Prompt(0, "a cat", metadata=metadata)) or "")
+def test_what_cannot_be_checked_is_refused_before_the_run(metadata, why):
+    check = registry.prompt_check(config("object_checks", path="x"))
+    assert why in (check(Prompt(0, "a cat", metadata=metadata)) or "")
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("yolos") / "tiny"
-    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    config = YolosConfig(
-        **size, image_size=[32, 48], patch_size=16, num_detection_tokens=12, id2label=LABELS, num_labels=3
-    )
-    model = YolosForObjectDetection(config)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.4)
-    model.save_pretrained(folder)
-    YolosImageProcessor(size={"height": 32, "width": 48}, do_pad=False).save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_detectors_boxes_are_those_of_its_logits(checkpoint: Path, device: str) -> None:
-    params = {"path": str(checkpoint), "threshold": 0.4, "counting_threshold": 0.6}
-    scorer = registry.build(schema.Scorer(name="object_checks", params=params), float(device != "cpu"))
+def test_a_detectors_boxes_are_those_of_its_logits(tiny):
+    made = tiny("object_checks")
+    scorer = registry.build(config("object_checks", **made.params, threshold=0.4, counting_threshold=0.6))
     rng = np.random.default_rng(0)
     images = [rng.integers(0, 256, (40, 60, 3), np.uint8) for _ in range(9)]
-    seen = scorer._detect(images)  # type: ignore[attr-defined]
-    model, prepare = YolosForObjectDetection.from_pretrained(checkpoint).eval(), scorer._processor  # type: ignore[attr-defined]
+    seen = scorer._detect(images)
     with torch.no_grad():
-        raw = model(**prepare(images=images, return_tensors="pt"))
+        raw = made.model(**scorer._processor(images=images, return_tensors="pt"))
     for found, logits, boxes in zip(seen, raw.logits.double(), raw.pred_boxes.double(), strict=True):
         likely, label = (logits.exp() / logits.exp().sum(-1, keepdim=True))[:, :-1].max(-1)
         expected = [
@@ -131,11 +104,8 @@ def test_a_detectors_boxes_are_those_of_its_logits(checkpoint: Path, device: str
 
 
 def test_colours_count_if_as_many_objects_as_are_asked_for_have_them():
-    include = [
-        {"class": "cat", "count": 2, "color": "red"},
-        {"class": "cat", "color": "blue"},
-        {"class": "cat", "count": 2, "color": "blue"},
-    ]
+    cats = [(2, "red"), (1, "blue"), (2, "blue")]
+    include = [{"class": "cat", "count": count, "color": colour} for count, colour in cats]
     seen = []
 
     def colours(label, boxes):
@@ -153,28 +123,24 @@ def test_an_object_is_cut_out_of_its_image_even_at_its_edge():
     assert cut_out(image, Box(1, 59.9, 80, 59.9, 81)).shape == (1, 1, 3)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_colour_is_the_one_whose_texts_the_whole_clip_finds_likeliest(
-    checkpoint: Path, tmp_path: Path, device: str
-) -> None:
-    clip = tiny_clip.build(tmp_path / "clip")
-    params = {"path": str(checkpoint), "clip": str(clip)}
-    scorer: Any = registry.build(schema.Scorer(name="object_checks", params=params), float(device != "cpu"))
+def test_a_colour_is_the_one_whose_texts_the_whole_clip_finds_likeliest(tiny):
+    clip = tiny("clip_score")
+    given = config("object_checks", **tiny("object_checks").params, clip=str(clip.folder))
     image = np.random.default_rng(1).integers(0, 256, (64, 96, 3), np.uint8)
     image[:, :48] //= 4
     boxes = [Box(1, 4, 4, 36, 36), Box(1, 50, 10, 90, 50), Box(1, 30, 20, 70, 60)]
-    model, tokenizer = CLIPModel.from_pretrained(clip).eval(), CLIPTokenizer.from_pretrained(clip)
     texts = [f"a photo of a {c}{rest}" for c in COLOURS for rest in (" dog", "-colored dog", " object")]
-    pixels = torch.stack(
-        [tiny_clip.pixels_of(image[int(b.top) : int(b.bottom), int(b.left) : int(b.right)]) for b in boxes]
-    )
+    words = CLIPTokenizer.from_pretrained(clip.folder)(texts, padding=True, return_tensors="pt")
+    cut = [image[int(b.top) : int(b.bottom), int(b.left) : int(b.right)] for b in boxes]
     with torch.no_grad():
-        said = model(pixel_values=pixels, **tokenizer(texts, padding=True, return_tensors="pt"))
+        said = clip.model(pixel_values=torch.stack([tiny_clip.pixels_of(one) for one in cut]), **words)
     words = (said.text_embeds / said.text_embeds.norm(dim=-1, keepdim=True)).reshape(10, 3, -1).sum(1)
     cosines = torch.nn.functional.cosine_similarity(said.image_embeds[:, None], words[None], dim=-1)
-    assert scorer._colours(image, "dog", boxes) == [COLOURS[int(row.argmax())] for row in cosines]
-    check = registry.prompt_check(schema.Scorer(name="object_checks", params=params))
-    assert check is not None
-    assert check(Prompt(0, "x", metadata={"include": [{"class": "dog", "color": "pink"}]})) is None
+    found = registry.build(given)._colours(image, "dog", boxes)
+    assert found == [COLOURS[int(row.argmax())] for row in cosines]
+    wanted = {"include": [{"class": "dog", "color": "pink"}]}
+    assert registry.prompt_check(given)(Prompt(0, "x", metadata=wanted)) is None
+    registry.check_files(given)
+    given.params["clip"] = "/no/clip"
     with pytest.raises(registry.ScorerConfigError, match="clip: there is no"):
-        registry.check_files(schema.Scorer(name="object_checks", params=params | {"clip": "/no/clip"}))
+        registry.check_files(given)

@@ -3,11 +3,9 @@
 import io
 import math
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import EntryPoint, EntryPoints
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,47 +32,59 @@ PROMPTS = [Prompt(index=10 + i, text=f"prompt {i}") for i in range(3)]
 
 
 class Nameless:
-    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+    def score(self, images, prompts):
         return [Score(value=1.0)] * len(images)
 
 
-class Constant(Nameless):
-    def __init__(self, *, value: float = 2.0, text: str | None = None) -> None:
+class Heir(Nameless, Scorer):
+    name = "heir"
+
+
+class Constant:
+    def __init__(self, *, value: float = 2.0, text: str | None = None):
         self._score = Score(value=value, parts={"part": value}, text=text)
 
-    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+    def score(self, images, prompts):
         return [self._score] * len(images)
 
 
-class Bright(Nameless):
-    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+class Bright:
+    def score(self, images, prompts):
         assert all(image.shape == (32, 48, 3) for image in images)
         return [Score(float(image[:, :, 0].mean())) for image in images]
 
 
-class Returns(Nameless):
-    """A scorer that returns these values, whatever it was asked for."""
+class Loud:
+    """A scorer of sound, with or without pictures."""
 
-    def __init__(self, *, values: tuple[float, ...]) -> None:
-        self._scores = [Score(value) for value in values]
+    name = "loud"
+    accepts = ("audio",)
 
-    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
-        return self._scores
+    def score(self, media, prompts):
+        return [Score(float(np.abs(one.waveform).max())) for one in media]
 
 
-def config(name: str, weight: float = 1.0, **params: object) -> schema.Scorer:
+class Wrong(Loud):
+    accepts = "image"
+
+
+class Dear(Loud):
+    cost = "dear"
+
+
+def config(name: str, weight: float = 1.0, **params):
     return schema.Scorer(name=name, weight=weight, params=params)
 
 
-def own(name: str, weight: float = 1.0, **params: object) -> schema.Scorer:
+def own(name: str, weight: float = 1.0, **params):
     return config(f"{__name__}:{name}", weight, **params)
 
 
-def scored(*scorers: schema.Scorer, media: list[Media] = MEDIA, prompts: list[Prompt] = PROMPTS) -> list[Score]:
+def scored(*scorers, media=MEDIA, prompts=PROMPTS):
     return score_all(LoadedReward.load(schema.Reward(scorers=scorers)), media, prompts)
 
 
-def kilobytes(image: np.ndarray, quality: int) -> float:
+def kilobytes(image, quality):
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, "JPEG", quality=quality)
     return len(buffer.getvalue()) / 1000
@@ -100,35 +110,15 @@ def test_one_scorer_keeps_its_parts_and_several_are_weighed_and_prefixed_with_th
     assert score.text == "a | b" and score.values == (-size, 2.0, 5.0, 1.0)
 
 
-class Loud:
-    """A scorer of sound, with or without pictures."""
-
-    name = "loud"
-    accepts = ("audio",)
-
-    def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
-        return [Score(float(np.abs(one.waveform).max())) for one in media]
-
-
-class Wrong(Loud):
-    accepts = "image"
-
-
-class Dear(Loud):
-    cost = "dear"
-
-
 @pytest.mark.parametrize(
     ("name", "made", "error"),
     [
-        ("jpeg_size", (VIDEO,), "scorer 'jpeg_size' accepts image, but the samples are video$"),
-        ("motion_smoothness", (IMAGE,), r"scorer 'motion_smoothness' accepts video, but the samples are image$"),
-        ("ocr", (AUDIO,), "accepts image or video, but the samples are audio"),
+        ("ocr", (AUDIO,), "accepts image or video, but the samples are audio$"),
         (f"{__name__}:Loud", (VIDEO,), "accepts audio, but the samples are video"),
         (f"{__name__}:Wrong", (IMAGE,), "accepts must be a tuple of image, video, audio, got 'image'"),
         (f"{__name__}:Dear", (AUDIO,), "cost must be one of cpu, model, elsewhere, got 'dear'"),
         (f"{__name__}:Constant", (VIDEO,), r"accepts image \(it has no `accepts`\), but the samples are video"),
-        ("ocr", (IMAGE,), None),
+        (f"{__name__}:Heir", (VIDEO,), r"accepts image \(it has no `accepts`\), but the samples are video"),
         ("ocr", (VIDEO, AUDIO), None),
         (f"{__name__}:Loud", (VIDEO, AUDIO), None),
     ],
@@ -136,13 +126,6 @@ class Dear(Loud):
 def test_a_scorer_is_refused_that_accepts_nothing_of_the_samples(name, made, error):
     with pytest.raises(registry.ScorerConfigError, match=f"^.*{error}") if error else nullcontext():
         registry.check(config(name), made)
-
-
-class Heir(Scorer):
-    name = "heir"
-
-    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
-        return [Score(value=1.0)] * len(images)
 
 
 @pytest.mark.parametrize("name", ["Nameless", "Heir"])
@@ -154,25 +137,21 @@ def test_a_class_has_the_defaults_of_the_base_whether_it_inherits_from_it_or_not
     assert found == ({"image"}, 1, "cpu") and registry.prompt_check(given) is None
     assert identity_of(given, registry.build(given)) is None
     assert [score.value for score in scored(given)] == [1.0] * 3
-    with pytest.raises(registry.ScorerConfigError, match=r"accepts image \(it has no `accepts`\)"):
-        registry.check(given, (VIDEO,))
 
 
 def test_a_scorer_that_declares_what_it_accepts_gets_media_and_one_that_does_not_gets_images():
     both = Media(image=MEDIA[2].image, audio=np.full((1, 8), -0.5, np.float32), sample_rate=8000)
     [score] = scored(own("Loud"), own("Bright"), media=[both], prompts=PROMPTS[:1])
     assert score.values == (0.5, IMAGES[2][:, :, 0].mean())
-    with pytest.raises(ScoreError, match=r"scorer 'test_scorers:Loud' accepts audio, the sample is image"):
-        scored(own("Loud"))
 
 
 @pytest.mark.parametrize(
     ("scorer", "num_prompts", "error"),
     [
-        (own("Returns", values=[0.0, math.nan, 0.0]), 3, r"Returns.*sample 1 \(prompt 11: 'prompt 1'\): value is nan"),
-        (own("Returns", values=[0.0]), 3, "Returns' returned 1 scores for 3 samples"),
+        (own("Constant", value=math.nan), 3, r"Constant.*sample 0 \(prompt 10: 'prompt 0'\): value is nan"),
         (own("Constant", 1e300, value=1e99), 3, r"Constant': a reward of inf, beyond"),
         (own("Constant"), 2, "3 samples but 2 prompts"),
+        (own("Loud"), 3, "scorer 'test_scorers:Loud' accepts audio, the sample is image"),
     ],
 )
 def test_a_failed_score_never_becomes_a_number(scorer, num_prompts, error):
@@ -189,8 +168,8 @@ def test_a_failed_score_never_becomes_a_number(scorer, num_prompts, error):
         (config("jpeg_size", quality=300), "parameter 'quality': Expected `int` <= 95, got 300"),
         (config("jpeg_size", sign="up"), "parameter 'sign': Invalid enum value 'up'"),
         (config("no_such_module:X"), "cannot import 'no_such_module'"),
-        (own("Nothing"), "has no 'Nothing'; it defines Nameless, Constant, Bright, Returns"),
-        (own("kilobytes"), "is not a class with a method `score"),
+        (own("Nothing"), "has no 'Nothing'; it defines Nameless, Heir, Constant, Bright"),
+        (own("kilobytes"), "is not a class with a method `score("),
     ],
 )
 def test_configuration_errors_say_what_is_allowed(scorer, message):
@@ -209,7 +188,7 @@ INIT = "    def __init__(self, *, {}): pass\n"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path, monkeypatch):
     """Puts a folder first on the Python path, as the working directory is for the command line."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(tmp_path)
@@ -219,7 +198,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def refusal(name: str, **params: object) -> str:
+def refusal(name, **params):
     with pytest.raises(registry.ScorerConfigError) as refused:
         registry.check(config(name, **params), (IMAGE,))
         registry.prompt_check(config(name, **params))
@@ -234,8 +213,6 @@ def refusal(name: str, **params: object) -> str:
         ("x = 1\n" + "import own_helper\n", ("ModuleNotFoundError", "No module named 'own_helper'", "own_module.py:2")),
         ("from os import nothing\n", ("ImportError", "nothing", "own_module.py:1")),
         ("\n1 / 0\n", ("ZeroDivisionError", "own_module.py:2")),
-        ("import json\njson.loads('{')\n", ("JSONDecodeError", "own_module.py:2")),
-        ("None.score\n", ("AttributeError", "own_module.py:1")),
         ("import sys\nsys.exit('no key')\n", ("SystemExit: no key", "own_module.py:2")),
         ("raise SystemExit\n", ("SystemExit: no reason given", "own_module.py:1")),
         ("class Own:\n    x: int = nowhere\n", ("NameError", "'nowhere'", "own_module.py:2")),
@@ -276,12 +253,10 @@ def test_ctrl_c_during_an_import_stays_ctrl_c(folder):
         registry.check(config("own_module:Own"), (IMAGE,))
 
 
-WRONG_NAMES = ("..x:Y", ".x:Y", "x.:Y", "scorers/own.py:Own", "own.py :Own", ":Own", "own:", "own:Own:x", "own:Own[a]")
-
-
-@pytest.mark.parametrize("name", [*WRONG_NAMES, "1:2", "own\n:Own"])
-def test_a_name_that_no_module_can_have_is_refused(name):
-    assert "expected 'module:Class', names joined by dots" in refusal(name)
+def test_a_name_that_no_module_can_have_is_refused():
+    wrong = ("..x:Y", ".x:Y", "x.:Y", "scorers/own.py:Own", "own.py :Own", ":Own", "own:", "own:Own:x", "own:Own[a]")
+    for name in (*wrong, "1:2", "own\n:Own"):
+        assert "expected 'module:Class', names joined by dots" in refusal(name)
 
 
 @pytest.mark.parametrize("name", ["jpeg_size", "own"])
@@ -298,7 +273,7 @@ def test_a_name_that_two_packages_register_is_refused_with_both(monkeypatch, nam
 
 
 class Demanding(Nameless):
-    def __init__(self, *, key: str = "language", secret: str = "") -> None: ...
+    def __init__(self, *, key: str = "language", secret: str = ""): ...
 
     @classmethod
     def check_prompt(cls, prompt, params):
@@ -317,20 +292,15 @@ class Instance(Nameless):
         return None
 
 
-def asked(prompt: Prompt, **params: object) -> str | None:
-    return registry.prompt_check(own("Demanding", **params))(prompt)
-
-
 def test_a_scorer_says_what_it_misses_in_a_prompt_by_its_parameters_and_their_defaults():
-    prompt = Prompt(0, "x", metadata={"language": "en"})
-    assert asked(prompt) is None
-    assert asked(prompt, key="style") == f"scorer '{__name__}:Demanding': no 'style'"
-    assert registry.prompt_check(config("jpeg_size")) is None, "one without a check asks nothing"
+    def asked(text, **params):
+        check = registry.prompt_check(own("Demanding", **params))
+        return check(Prompt(0, text, metadata={"language": "en"}))
 
-
-def test_a_check_that_fails_itself_or_needs_an_instance_is_a_line_without_its_secrets():
-    assert "check_prompt must be a classmethod or staticmethod" in refusal(f"{__name__}:Instance")
-    said = asked(Prompt(0, "raise"), secret="hunter2hunter2")
+    assert asked("x") is None
+    assert asked("x", key="style") == f"scorer '{__name__}:Demanding': no 'style'"
+    said = asked("raise", secret="hunter2hunter2")
     assert "check_prompt failed: KeyError" in said and "test_scorers.py:" in said and "hunter2" not in said
-    assert "check_prompt failed: SystemExit: bye" in asked(Prompt(0, "exit"))
-    assert "check_prompt returned a bool, expected what is missing as text, or None" in asked(Prompt(0, "wrong"))
+    assert "check_prompt failed: SystemExit: bye" in asked("exit")
+    assert "check_prompt returned a bool, expected what is missing as text, or None" in asked("wrong")
+    assert "check_prompt must be a classmethod or staticmethod" in refusal(f"{__name__}:Instance")

@@ -12,9 +12,8 @@ import psutil
 import pytest
 
 from omni_async.rewards import wire
-from tests.rewards.server.serving_world import MEDIA, PROMPTS, asking, command, write_scorers
+from tests.rewards.server.serving_world import MEDIA, PROMPTS, TOKEN, asking, command, write_scorers
 
-TOKEN = "a token of the tests"
 LARGEST = 2**16
 FORMS = (wire.MSGPACK, wire.JSON)
 PLAIN = (None, True, -1, 2**63, 1e308, "", "x" * 1000, "\0", [], {}, [[]], b"\xff", {"a": {"b": [1]}}, msgspec.UNSET)
@@ -82,8 +81,8 @@ def test_wrong_requests_get_a_4xx_and_nothing_else_changes(tmp_path, count):
     server = {"token": "env:SERVE_TOKEN", "max_request": "64KiB", "requests_per_s": 1e6, "burst": 1_000_000}
     path = write_scorers(tmp_path, {"name": "jpeg_size"}, **server)
     draw, seen = random.Random(7), Counter()
-    with command(path, SERVE_TOKEN=TOKEN) as (process, url), asking(url, token=TOKEN) as scorer:
-        before = scorer.score(MEDIA, PROMPTS)
+    with command(path, SERVE_TOKEN=TOKEN) as (process, url), asking(url, token=TOKEN) as score:
+        before = score()
         connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
         sizes = []
         for number in range(count):
@@ -104,4 +103,4 @@ def test_wrong_requests_get_a_4xx_and_nothing_else_changes(tmp_path, count):
         ]
         assert "omni_async_reward_held_bytes 0.0" in lines and "omni_async_reward_waiting 0.0" in lines
         connection.close()
-        assert scorer.score(MEDIA, PROMPTS) == before
+        assert score() == before

@@ -1,12 +1,9 @@
 """Tests judge servers without a run, with processes that behave as vLLM does; tests/e2e has the real one."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -23,8 +20,11 @@ from tests.roles.test_vllm_server import FAKE, ROOT
 JUDGE = Scorer(name="vlm_judge", params={"server": "qwen", "model": "qwen"})
 
 
+async def silent(text): ...
+
+
 @pytest.fixture(autouse=True)
-def behaviour(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def behaviour(monkeypatch, tmp_path):
     """A file with what the next server that starts will do."""
     file = tmp_path / "behaviour"
     file.write_text("well")
@@ -36,45 +36,39 @@ def behaviour(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return file
 
 
-def reward(folder: Path, **server: object) -> Reward:
-    given = Server(name="qwen", model=str(folder), **server)  # type: ignore[arg-type]
+def reward(folder, **server):
+    given = Server(name="qwen", model=str(folder), **server)
     return Reward(scorers=(JUDGE,), servers=(given, Server(name="unasked", model=str(folder))))
 
 
-async def test_servers_that_scorers_ask_are_started_again_when_lost_until_they_do_not_come_back(
-    tmp_path: Path, behaviour: Path
-) -> None:
-    told: list[str] = []
+async def test_servers_that_scorers_ask_are_started_again_when_lost_until_they_do_not_come_back(tmp_path, behaviour):
+    told = []
 
-    async def tell(text: str) -> None:
+    async def tell(text):
         told.append(text)
 
     async with local_servers(reward(tmp_path, replicas=2), 60, tell) as addresses:
-        assert addresses is not None
         first = await addresses("qwen")
         assert sorted(first) == ["qwen-0", "qwen-1"] and len({*first.values()}) == 2
         with pytest.raises(ScoreError, match="'other' is started by a run"):
             await addresses("other")
-        servers = addresses.__self__  # type: ignore[attr-defined]
+        running = addresses.__self__._running
         async with asyncio.timeout(60):
-            os.killpg(servers._running["qwen-0"]._process.pid, signal.SIGKILL)
+            os.killpg(running["qwen-0"]._process.pid, signal.SIGKILL)
             while (await addresses("qwen")).get("qwen-0") in (None, first["qwen-0"]):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             await asyncio.to_thread(behaviour.write_text, "crash")
-            for one in servers._running.values():
+            for one in running.values():
                 os.killpg(one._process.pid, signal.SIGKILL)
             with pytest.raises(ScoreError, match="no server of 'qwen' is left"):
                 while True:
                     await addresses("qwen")
                     await asyncio.sleep(0.05)
-        processes = [one._process for one in servers._running.values()]
+        processes, logs = [one._process for one in running.values()], [one._log for one in running.values()]
     assert all(process.returncode is not None for process in processes)
     assert any("qwen-0 is started again: vLLM ended with -9" in line for line in told)
     assert sum("does not come back: vLLM ended with 3: ValueError" in line for line in told) == 2
-    assert all(
-        one._log.parent.name.startswith("omni-async-servers-") and one._log.stat().st_size
-        for one in servers._running.values()
-    )
+    assert all(log.parent.name.startswith("omni-async-servers-") and log.stat().st_size for log in logs)
 
 
 @pytest.mark.parametrize(
@@ -90,17 +84,13 @@ async def test_servers_that_scorers_ask_are_started_again_when_lost_until_they_d
         ("well", {}, "resources.gpus of 'qwen': 0 is the CPU, and the installed vLLM 0.30.0 runs on accelerators"),
     ],
 )
-async def test_a_server_that_cannot_be_started_is_named(
-    tmp_path: Path, behaviour: Path, monkeypatch: pytest.MonkeyPatch, does: str, given: dict[str, object], said: str
-) -> None:
-    async def tell(text: str) -> None: ...
-
+async def test_a_server_that_cannot_be_started_is_named(tmp_path, behaviour, monkeypatch, does, given, said):
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: None)
     of_cuda = "0.30.0" if "runs on accelerators" in said else None
     monkeypatch.setattr("omni_async.commands.scoring.local_servers.vllm_without_cpus", lambda: of_cuda)
     await asyncio.to_thread(behaviour.write_text, does)
     with pytest.raises(ConfigError, match=said):
-        async with local_servers(reward(tmp_path, **given), 2 if does == "silent" else 60, tell):
+        async with local_servers(reward(tmp_path, **given), 2 if does == "silent" else 60, silent):
             raise AssertionError("it started")
 
 
@@ -108,28 +98,22 @@ async def test_a_server_that_cannot_be_started_is_named(
     ("gpus", "visible", "devices"),
     [(0, None, ["", ""]), (1, None, ["0", "1"]), (0.5, "4,6,7", ["4", "6"]), (2, "4,5,6,7", ["4,5", "6,7"])],
 )
-async def test_replicas_see_devices_of_their_own_and_none_without_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: float, visible: str | None, devices: list[str]
-) -> None:
+async def test_replicas_see_devices_of_their_own_and_none_without_gpus(tmp_path, monkeypatch, gpus, visible, devices):
     """The device of the fake is `meta`: torch has no other here."""
-
-    async def tell(text: str) -> None: ...
-
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: torch.device("meta"))
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    async with local_servers(reward(tmp_path, replicas=2, resources=Resources(gpus=gpus)), 60, tell) as addresses:
-        servers = addresses.__self__  # type: ignore[union-attr]
-        children = [psutil.Process(one._process.pid).environ() for one in servers._running.values()]
+    given = reward(tmp_path, replicas=2, resources=Resources(gpus=gpus))
+    async with local_servers(given, 60, silent) as addresses:
+        running = addresses.__self__._running.values()
+        children = [psutil.Process(one._process.pid).environ() for one in running]
     assert sorted(child["CUDA_VISIBLE_DEVICES"] for child in children) == devices
     assert [child["ASCEND_RT_VISIBLE_DEVICES"] for child in children] == ["", ""]
 
 
-async def test_nothing_is_started_where_nobody_asks_or_others_are_there(tmp_path: Path) -> None:
-    async def tell(text: str) -> None: ...
-
+async def test_nothing_is_started_where_nobody_asks_or_others_are_there(tmp_path):
     there = reward(tmp_path, replicas=0, urls=("http://a",))
     for given in (there, Reward(scorers=(Scorer(name="jpeg_size"),), servers=there.servers)):
-        async with local_servers(given, 60, tell) as addresses:
+        async with local_servers(given, 60, silent) as addresses:
             assert addresses is None
