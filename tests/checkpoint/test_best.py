@@ -25,7 +25,7 @@ def control(rounds: dict[int, float | None], over: int | None) -> ControlState:
     return ControlState(validated=over, rounds=tuple(Round(version, reward) for version, reward in rounds.items()))
 
 
-def test_every_validated_version_is_due_if_the_best_is_kept() -> None:
+def test_every_validated_version_is_due_if_the_best_is_kept():
     def due(**changes: Any) -> list[int]:
         return [version for version in range(1, 96) if is_due(config(**changes), version)]
 
@@ -47,13 +47,13 @@ def test_every_validated_version_is_due_if_the_best_is_kept() -> None:
         ({}, 32, set()),
     ],
 )
-def test_the_best_and_pending_ones_are_kept(rounds: dict[int, float | None], over: int | None, kept: set[int]) -> None:
+def test_the_best_and_pending_ones_are_kept(rounds, over, kept):
     assert worth_keeping(config(), {10, 20, 30}, control(rounds, over)) == kept
     assert worth_keeping(config(**{"checkpoint.keep_best": 0}), {10, 20, 30}, control(rounds, over)) == set()
 
 
 @given(st.dictionaries(st.integers(0, 9), st.floats(0, 1)), st.integers(1, 4))
-def test_as_many_are_kept_as_was_asked_for(found: dict[int, float], most: int) -> None:
+def test_as_many_are_kept_as_was_asked_for(found, most):
     rounds = {10 * number: reward for number, reward in found.items()}
     versions = {10 * number for number in range(1, 10)}
     kept = worth_keeping(config(**{"checkpoint.keep_best": most}), versions, control(rounds, 95))
@@ -69,7 +69,7 @@ def of_samples(version: int, *rewards: float | None) -> Round:
     return Round(version, sum(there) / len(there), drawn="d", scores={"reward": rewards}, **counts)
 
 
-def test_the_best_is_over_shared_samples_of_enough() -> None:
+def test_the_best_is_over_shared_samples_of_enough():
     easy, hard = [0.9] * 9, 0.0
     rounds = (of_samples(10, *easy, hard), of_samples(20, *[0.8] * 9, None), of_samples(30, *[1.0] * 5, *[None] * 5))
     state = ControlState(validated=95, rounds=rounds)
@@ -77,7 +77,7 @@ def test_the_best_is_over_shared_samples_of_enough() -> None:
     assert worth_keeping(config(**{"checkpoint.keep_best": 3}), {10, 20, 30}, state) == {10, 20}
 
 
-def test_the_order_does_not_depend_on_what_is_left() -> None:
+def test_the_order_does_not_depend_on_what_is_left():
     rounds = [of_samples(10 * n, *[(n * k) % 7 / 7 if (n + k) % 11 else None for k in range(12)]) for n in range(1, 9)]
     there = {one.version for one in rounds}
     order = best_first(rounds_of(config(), there, rounds), rounds)

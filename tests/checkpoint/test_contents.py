@@ -37,7 +37,7 @@ def changed_part(before: dict[str, str], folder: Path) -> str | None:
     return another_part(before, model_contents(folder))
 
 
-def test_a_copy_elsewhere_is_the_same_and_so_is_one_in_other_files(model: Path, tmp_path: Path) -> None:
+def test_a_copy_elsewhere_is_the_same_and_so_is_one_in_other_files(model, tmp_path):
     stated = model_contents(model)
     copy = shutil.copytree(model, tmp_path / "elsewhere")
     part = copy / "transformer"
@@ -59,7 +59,7 @@ def test_a_copy_elsewhere_is_the_same_and_so_is_one_in_other_files(model: Path, 
 
 
 @pytest.mark.parametrize(("tensor", "index"), [("small", 3), ("large", 0), ("large", _LARGE // 2), ("large", -1)])
-def test_one_value_is_another_model(model: Path, tensor: str, index: int) -> None:
+def test_one_value_is_another_model(model, tensor, index):
     stated, file = model_contents(model), model / "transformer" / "diffusion_pytorch_model.safetensors"
     before, tensors = file.stat(), load_file(file)
     tensors[tensor][index] += 1
@@ -69,7 +69,7 @@ def test_one_value_is_another_model(model: Path, tensor: str, index: int) -> Non
     assert changed_part(stated, model) == "transformer"
 
 
-def test_a_name_a_dtype_a_shape_a_setting_or_a_part_is_another_model(model: Path) -> None:
+def test_a_name_a_dtype_a_shape_a_setting_or_a_part_is_another_model(model):
     stated, file = model_contents(model), model / "transformer" / "diffusion_pytorch_model.safetensors"
     tensors, whole = load_file(file), file.read_bytes()
     for others in (
@@ -101,7 +101,7 @@ def of(config: Config) -> dict[str, str]:
     return contents_of(config, prompts, ())
 
 
-def test_prompts_are_stated_by_content(tmp_path: Path) -> None:
+def test_prompts_are_stated_by_content(tmp_path):
     """A foreign scorer interprets its own parameters: `/` may be a separator, and a folder an output."""
     own = tmp_path / "own"
     own.mkdir()
@@ -117,7 +117,7 @@ def test_prompts_are_stated_by_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("offsets", [[0, 4, 8], [0, 10**30], [8, 0], [-9, 4], "ab"])
-def test_a_damaged_header_is_read_as_bytes(model: Path, offsets: object) -> None:
+def test_a_damaged_header_is_read_as_bytes(model, offsets):
     header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": offsets}}).encode()
     damaged = model / "transformer" / "diffusion_pytorch_model.safetensors"
     before = model_contents(model)
@@ -125,7 +125,7 @@ def test_a_damaged_header_is_read_as_bytes(model: Path, offsets: object) -> None
     assert changed_part(before, model) == "transformer"
 
 
-def test_files_of_scorers_and_of_a_program_are_stated_by_content(tmp_path: Path) -> None:
+def test_files_of_scorers_and_of_a_program_are_stated_by_content(tmp_path):
     head, words = tmp_path / "head.pt", tmp_path / "words.txt"
     head.write_bytes(b"one")
     words.write_bytes(b"one")

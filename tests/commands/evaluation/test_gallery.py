@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +13,9 @@ from PIL import Image
 from omni_async import cli
 from omni_async.commands.evaluation.gallery import Gallery
 from omni_async.commands.evaluation.models import Model
-from omni_async.commands.evaluation.results import compare, write
+from omni_async.commands.evaluation.results import compare
 from omni_async.config import ConfigError
-from omni_async.types import Prompt, Score
+from omni_async.types import Score
 
 
 class Base(Model):
@@ -123,15 +120,6 @@ def test_what_a_killed_writer_left_is_no_other_content(given):
     (folder / ".settings.1-0123456789abcdef.partial.json").touch()
     with Gallery(folder, {}, []) as gallery:
         assert (gallery.folder / "settings.json").exists()
-
-
-def test_cells_of_results_are_no_formulas(tmp_path):
-    scores = {"base": {(0, 0): Score(-0.5, {"a": -1.0}, "@SUM(1)")}}
-    requests: list[Any] = [SimpleNamespace(sample=0, prompt=Prompt(0, "=1+1", "+x"))]
-    write(tmp_path, compare(["base"], scores, [], 1), [MODEL], requests, scores)
-    with (tmp_path / "scores.csv").open(newline="") as file:
-        [row] = csv.DictReader(file)
-    assert (row["text"], row["target"], row["read"], row["reward"]) == ("'=1+1", "'+x", "'@SUM(1)", "-0.5")
 
 
 @pytest.mark.parametrize("out", ["model", "model/drawn", "link/drawn"])

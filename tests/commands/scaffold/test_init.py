@@ -257,6 +257,8 @@ def test_wrong_input_is_one_line_and_leaves_no_file(arguments, said, workplace, 
 def test_a_full_disk_leaves_no_part_and_a_recipe_there_stays(workplace, capsys):
     with largest_file(20):
         assert "my.yaml: cannot be written: File too large" in refused(capsys, "--yes", "--devices", "0", *DIGITS)
+    assert cli.main(["init", "lines.txt/my.yaml", "--yes", "--devices", "0", *DIGITS]) == 2
+    assert "lines.txt/my.yaml: cannot be written: " in capsys.readouterr().err
     Path("my.yaml").write_text("mine")
     assert cli.main(["init", "my.yaml", "--yes", *DIGITS]) == 2
     assert capsys.readouterr().err == "omni-async: my.yaml: is there already; name another file, or remove it\n"
