@@ -214,7 +214,6 @@ def test_a_folder_that_exists_is_left_as_it_is(trained, tmp_path, capsys):
     assert {path.name for path in tmp_path.rglob("*")} == {"out", "precious", "dangling", "file"}
 
 
-@pytest.mark.slow
 def test_a_disk_without_room_is_refused(trained, tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as little:
         little.setattr(export_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=50))
