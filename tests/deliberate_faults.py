@@ -252,7 +252,7 @@ FAULTS = [
     *_of(
         "commands",
         ("evaluation/statistics.py", "clusters / (clusters - 1)", "1", "commands/evaluation/test_statistics.py"),
-        ("export/adapter.py", "if new is None:", "if False:", "commands/export/test_adapter.py"),
+        ("export/adapter.py", "if new is None:", "if False:", "commands/export/test_export_command.py"),
     ),
 ]
 

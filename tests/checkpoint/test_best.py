@@ -25,15 +25,13 @@ def control(rounds: dict[int, float | None], over: int | None) -> ControlState:
     return ControlState(validated=over, rounds=tuple(Round(version, reward) for version, reward in rounds.items()))
 
 
-def test_every_validated_version_gets_a_checkpoint_where_the_best_is_kept() -> None:
-    due = [version for version in range(1, 96) if is_due(config(), version)]
-    assert due == [10, 20, 30, 40, 50, 60, 70, 80, 90, 95]
-    for without in (
-        config(**{"checkpoint.keep_best": 0}),
-        config(validation=None),
-        config(emulation={"profile": "p.json"}),
-    ):
-        assert [version for version in range(1, 96) if is_due(without, version)] == [20, 40, 60, 80]
+def test_every_validated_version_is_due_if_the_best_is_kept():
+    def due(**changes: Any) -> list[int]:
+        return [version for version in range(1, 96) if is_due(config(**changes), version)]
+
+    assert due() == [10, 20, 30, 40, 50, 60, 70, 80, 90, 95]
+    for without in ({"checkpoint.keep_best": 0}, {"validation": None}, {"emulation": {"profile": "p.json"}}):
+        assert due(**without) == [20, 40, 60, 80]
 
 
 @pytest.mark.parametrize(
@@ -49,15 +47,13 @@ def test_every_validated_version_gets_a_checkpoint_where_the_best_is_kept() -> N
         ({}, 32, set()),
     ],
 )
-def test_the_best_and_those_whose_round_may_still_end_are_kept(
-    rounds: dict[int, float | None], over: int | None, kept: set[int]
-) -> None:
+def test_the_best_and_pending_ones_are_kept(rounds, over, kept):
     assert worth_keeping(config(), {10, 20, 30}, control(rounds, over)) == kept
     assert worth_keeping(config(**{"checkpoint.keep_best": 0}), {10, 20, 30}, control(rounds, over)) == set()
 
 
 @given(st.dictionaries(st.integers(0, 9), st.floats(0, 1)), st.integers(1, 4))
-def test_as_many_are_kept_as_was_asked_for(found: dict[int, float], most: int) -> None:
+def test_as_many_are_kept_as_was_asked_for(found, most):
     rounds = {10 * number: reward for number, reward in found.items()}
     versions = {10 * number for number in range(1, 10)}
     kept = worth_keeping(config(**{"checkpoint.keep_best": most}), versions, control(rounds, 95))
@@ -73,7 +69,7 @@ def of_samples(version: int, *rewards: float | None) -> Round:
     return Round(version, sum(there) / len(there), drawn="d", scores={"reward": rewards}, **counts)
 
 
-def test_the_best_is_that_over_the_samples_that_both_have_and_a_round_with_too_few_is_not_kept() -> None:
+def test_the_best_is_over_shared_samples_of_enough():
     easy, hard = [0.9] * 9, 0.0
     rounds = (of_samples(10, *easy, hard), of_samples(20, *[0.8] * 9, None), of_samples(30, *[1.0] * 5, *[None] * 5))
     state = ControlState(validated=95, rounds=rounds)
@@ -81,7 +77,7 @@ def test_the_best_is_that_over_the_samples_that_both_have_and_a_round_with_too_f
     assert worth_keeping(config(**{"checkpoint.keep_best": 3}), {10, 20, 30}, state) == {10, 20}
 
 
-def test_which_is_the_best_does_not_depend_on_which_checkpoints_are_left() -> None:
+def test_the_order_does_not_depend_on_what_is_left():
     rounds = [of_samples(10 * n, *[(n * k) % 7 / 7 if (n + k) % 11 else None for k in range(12)]) for n in range(1, 9)]
     there = {one.version for one in rounds}
     order = best_first(rounds_of(config(), there, rounds), rounds)

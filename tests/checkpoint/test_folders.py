@@ -1,5 +1,4 @@
-"""Tests which checkpoints count: whole ones, newest first; what is wrong with the others, wherever they come from, is
-reported in one line, and nothing outside of them is read."""
+"""Tests that whole checkpoints alone count, and that hostile ones are one line and lead nowhere."""
 
 import os
 import shutil
@@ -45,7 +44,7 @@ def names(found: Iterable[Path]) -> list[str]:
     return [path.name for path in found]
 
 
-def test_it_gets_its_name_when_every_file_and_every_name_in_it_is_on_the_disk(tmp_path, monkeypatch):
+def test_everything_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     synced: list[Path] = []
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").readlink()))
     folder = make(tmp_path, 20)
@@ -55,6 +54,13 @@ def test_it_gets_its_name_when_every_file_and_every_name_in_it_is_on_the_disk(tm
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert before.index(written / "manifest.json") == len(files) - 1, "after what it names"
     assert last == tmp_path, "its name is on the disk, too"
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as refused:
+        require_whole(folder)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 1000
+    return str(refused.value)
 
 
 def cut(path: Path) -> None:
@@ -69,20 +75,18 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tensors/shard.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("damage", [cut, flip, Path.unlink], ids=["cut", "flipped", "gone"])
-def test_one_that_is_not_as_it_was_written_is_refused_and_why_is_said(tmp_path, name, damage):
+def test_damage_is_refused(tmp_path, name, damage):
     folder = make(tmp_path, 40)
     damage(folder / name)  # type: ignore[operator]
-    with pytest.raises(CheckpointError) as refused:
-        require_whole(folder)
-    assert "update-000040" in str(refused.value) and "\n" not in str(refused.value)
+    assert "update-000040" in refusal(folder)
 
 
 class Killed(BaseException):
-    """Raised where the process is killed: nothing of it is done after this."""
+    """Ends the process: nothing of it is done after this."""
 
 
 @pytest.mark.parametrize("step", range(9))
-def test_whenever_the_process_is_killed_while_one_replaces_another_there_is_a_whole_one(tmp_path, step, monkeypatch):
+def test_a_kill_while_one_replaces_another_leaves_a_whole_one(tmp_path, step, monkeypatch):
     make(tmp_path, 3)
     left = step
 
@@ -112,7 +116,7 @@ def test_whenever_the_process_is_killed_while_one_replaces_another_there_is_a_wh
     assert read_state(folder).control.next_group == 12
 
 
-def test_one_is_on_the_disk_under_its_name_before_another_goes(tmp_path, monkeypatch):
+def test_the_new_one_is_on_disk_before_the_old_goes(tmp_path, monkeypatch):
     make(tmp_path, 3)
     done: list[str] = []
     remove, synced = shutil.rmtree, "omni_async.checkpoint.folders.sync"
@@ -122,20 +126,22 @@ def test_one_is_on_the_disk_under_its_name_before_another_goes(tmp_path, monkeyp
     assert done[-2:] == ["sync ['.update-000003.old', 'update-000003']", "remove .update-000003.old"]
 
 
-def test_they_are_found_newest_first_and_only_the_newest_stay_and_nothing_unfinished(tmp_path):
+def test_the_newest_stay_and_nothing_unfinished(tmp_path):
     assert [*newest_first(tmp_path)] == []
     for version in (2, 1000000, 30):
         make(tmp_path, version)
     partial(tmp_path / folder_name(50)).mkdir()
     (tmp_path / "update-best").mkdir()  # made by a user
     assert names(newest_first(tmp_path)) == ["update-1000000", "update-000030", "update-000002"]
-    rotate(tmp_path, 2, tmp_path / "update-1000000")
-    assert names(newest_first(tmp_path)) == ["update-1000000", "update-000030"]
-    assert {*names(tmp_path.iterdir())} == {"update-1000000", "update-000030", "update-best"}
+    (tmp_path / "update-000030").rename(tmp_path / ".update-000030.old")
+    for keep, kept in ((2, ["update-1000000", ".update-000030.old"]), (1, ["update-1000000"])):
+        rotate(tmp_path, keep, tmp_path / "update-1000000")
+        assert names(newest_first(tmp_path)) == kept
+        assert {*names(tmp_path.iterdir())} == {*kept, "update-best"}
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [40]), (2, [40, 20]), (3, [40, 20, 10]), (9, [40, 20, 10])])
-def test_checkpoints_later_than_the_resumed_one_do_not_count_among_those_kept(tmp_path, keep, kept):
+def test_later_ones_than_the_resumed_one_do_not_count(tmp_path, keep, kept):
     """Resumes from 20 because 60 and 80 are damaged."""
     for version in (10, 20, 60, 80):
         make(tmp_path, version)
@@ -143,16 +149,6 @@ def test_checkpoints_later_than_the_resumed_one_do_not_count_among_those_kept(tm
         cut(tmp_path / folder_name(version) / "manifest.json")
     rotate(tmp_path, keep, make(tmp_path, 40))
     assert names(newest_first(tmp_path)) == [folder_name(version) for version in kept]
-
-
-def test_one_that_was_left_aside_is_kept(tmp_path):
-    old = make(tmp_path, 20)
-    old.rename(tmp_path / f".{old.name}.old")
-    folder = make(tmp_path, 40)
-    rotate(tmp_path, 2, folder)
-    assert names(newest_first(tmp_path)) == ["update-000040", ".update-000020.old"]
-    rotate(tmp_path, 1, folder)
-    assert names(tmp_path.iterdir()) == ["update-000040"]
 
 
 @pytest.mark.parametrize("kind", ["update-000020", ".update-000020.old", ".update-000020.partial"])
@@ -213,14 +209,12 @@ def test_a_state_that_no_reader_would_accept_is_not_written(tmp_path, monkeypatc
         write_state(tmp_path, replace(state, control=replace(state.control, rewards=(1.0,) * 100)))
 
 
-@pytest.mark.parametrize("number", ["1e300", "-1e160", "1e400", "1" * 400, "true", "NaN"])
-@pytest.mark.parametrize("where", ['"rewards": [%s]', '"rounds": [{"version": 1, "reward": 1.0, "parts": {"a": %s}}]'])
-def test_a_state_with_a_score_that_no_scorer_returns_is_refused(tmp_path, number, where):
-    control = f'{{"version": 3, {where % number}}}'
-    (tmp_path / "state.json").write_text(f'{{"format": 5, "control": {control}, "pipeline": "a", "algorithm": "b"}}')
-    with pytest.raises(CheckpointError) as refused:
-        read_state(tmp_path)
-    assert len(str(refused.value)) < 700
+def state_of(control: str) -> bytes:
+    return f'{{"format": 5, "control": {control}, "pipeline": "a", "algorithm": "b"}}'.encode()
+
+
+NUMBERS = ("1e300", "-1e160", "1e400", "1" * 400, "true", "NaN")
+SCORES = ('"rewards": [%s]', '"rounds": [{"version": 1, "reward": 1.0, "parts": {"a": %s}}]')
 
 
 @pytest.mark.parametrize(
@@ -229,7 +223,8 @@ def test_a_state_with_a_score_that_no_scorer_returns_is_refused(tmp_path, number
         (b"{}", "has format 1, this version reads 5"),
         (b'{"format": 4}', "has format 4, this version reads 5"),
         (b'{"format": 5}', "missing required field"),
-        (b'{"format": 5, "control": {"version": "2"}, "pipeline": "a", "algorithm": "b"}', "Expected `int`"),
+        (state_of('{"version": "2"}'), "Expected `int`"),
+        *((state_of(f'{{"version": 3, {where % number}}}'), "") for where in SCORES for number in NUMBERS),
         (b"{", "cannot be read"),
         (b"\xff\xfe", "cannot be read"),
         (None, r"is not a checkpoint folder: it has no state\.json"),
@@ -238,8 +233,9 @@ def test_a_state_with_a_score_that_no_scorer_returns_is_refused(tmp_path, number
 def test_a_state_that_is_none_is_refused(tmp_path, state, why):
     if state is not None:
         (tmp_path / "state.json").write_bytes(state)
-    with pytest.raises(CheckpointError, match=why):
+    with pytest.raises(CheckpointError, match=why) as refused:
         read_state(tmp_path)
+    assert len(str(refused.value)) < 700
 
 
 @settings(max_examples=50, deadline=None)
@@ -261,7 +257,7 @@ def test_the_state_comes_back_as_it_was(tmp_path_factory, version, validated, re
 
 def test_arrays_come_back_as_they_were(tmp_path):
     """Covers an emulated trajectory, which has no names."""
-    before = [np.arange(5, dtype=np.uint8), np.zeros((2, 3), np.float32)]
+    before = [np.arange(5, dtype=np.uint8), np.arange(12.0, dtype=np.float32).reshape(3, 4).T]
     write_group(tmp_path, 12, before)
     after = read_group(tmp_path, 12, 2)
     for one, other in zip(before, after, strict=True):
@@ -272,34 +268,26 @@ def test_arrays_come_back_as_they_were(tmp_path):
         read_group(tmp_path, 13, 2)
 
 
-def test_a_tensor_that_is_a_view_comes_back_as_it_was(tmp_path):
+def test_tensors_that_are_views_come_back_as_they_were(tmp_path):
     values = torch.arange(12.0).reshape(3, 4)
     views = {"transposed": values.T, "every_other": values[:, ::2], "expanded": torch.ones(1).expand(5)}
-    views["shared"] = values
-    write_group(tmp_path, 1, [TensorDict(views, batch_size=[]), TensorDict({"shared": values}, batch_size=[])])
-    first, second = read_group(tmp_path, 1, 2)
-    assert all(torch.equal(first[name], view) for name, view in views.items())
-    assert torch.equal(second["shared"], values)
     calls = {
         f"call{k}": TensorDict({"latents": values + k, "conditioning": TensorDict({"x": views["expanded"]}, [])}, [])
         for k in (0, 1)
     }
-    write_group(tmp_path, 3, [TensorDict(calls, batch_size=[])])
-    (again,) = read_group(tmp_path, 3, 1)
-    assert (again == TensorDict(calls, batch_size=[])).all() and sorted(again.keys()) == ["call0", "call1"]
-    write_group(tmp_path, 2, [values.T.numpy()])
-    assert np.array_equal(read_group(tmp_path, 2, 1)[0], values.T.numpy())
+    before = [TensorDict({**views, "shared": values}, []), TensorDict({"shared": values}, []), TensorDict(calls, [])]
+    write_group(tmp_path, 1, before)
+    for one, other in zip(before, read_group(tmp_path, 1, 3), strict=True):
+        assert (one == other).all() and sorted(one.keys()) == sorted(other.keys())
 
-
-# ---- from elsewhere --------------------------------------------------------------------------------------------------
 
 SAMPLE = ReadySample("7/0", None, None, Score(0.5), VersionSpans.same(0, 2))
 READY = ReadyGroup(7, Prompt(0, "x"), None, 0, (SAMPLE,))
 
 
 def of_versions(*spans: tuple[int, int]) -> ReadyGroup:
-    sample = msgspec.structs.replace(SAMPLE, step_versions=VersionSpans(spans))
-    return msgspec.structs.replace(READY, samples=(sample,))
+    sample = replace(SAMPLE, step_versions=VersionSpans(spans))
+    return replace(READY, samples=(sample,))
 
 
 @pytest.fixture
@@ -317,13 +305,6 @@ def vouched(folder: Path) -> Path:
     (folder / "manifest.json").unlink(missing_ok=True)
     write_manifest(folder)
     return folder
-
-
-def refusal(folder: Path) -> str:
-    with pytest.raises(CheckpointError) as refused:
-        require_whole(folder)
-    assert "\n" not in str(refused.value) and len(str(refused.value)) < 1000
-    return str(refused.value)
 
 
 def name_in_manifest(folder: Path, name: str) -> None:
@@ -349,7 +330,7 @@ def test_a_link_is_refused_wherever_it_leads(folder, name, to, named):
     assert f"{folder / name} is neither a file nor a folder; a checkpoint has no links" in refusal(folder)
 
 
-def test_tensors_behind_a_link_are_not_read_where_the_manifest_names_the_state_alone(folder):
+def test_tensors_behind_a_link_are_not_read(folder):
     (folder.parent / "newest").symlink_to(folder)
     require_whole(folder.parent / "newest")  # to be reached by a link is fine
     (folder / "tensors").rename(folder.parent / "elsewhere")
@@ -369,12 +350,19 @@ def test_a_pipe_is_not_waited_for(folder, name):
     assert f"{folder / name} is neither a file nor a folder" in refusal(folder)
 
 
-def test_a_manifest_without_an_end_is_not_read(folder):
-    os.truncate(folder / "manifest.json", 2**40)
+def test_a_manifest_without_an_end_or_an_entry_is_refused(folder):
+    manifest = folder / "manifest.json"
+    os.truncate(manifest, 2**40)
     assert "manifest.json is larger than 67108864 bytes" in refusal(folder)
-    (folder / "manifest.json").unlink()
-    (folder / "manifest.json").symlink_to("/dev/zero")
+    manifest.unlink()
+    manifest.symlink_to("/dev/zero")
     assert "manifest.json is neither a file nor a folder" in refusal(folder)
+    manifest.unlink()
+    manifest.write_bytes(b'{"files": {}, "format": 1}')
+    assert "manifest.json does not name it" in refusal(folder)
+    shutil.rmtree(folder / "tensors")
+    (folder / "state.json").unlink()
+    assert "does not name state.json" in refusal(folder)
 
 
 @pytest.mark.parametrize(
@@ -387,7 +375,7 @@ def test_a_file_that_the_manifest_does_not_name_is_refused(folder, name):
 
 
 @pytest.mark.parametrize("name", ["README", ".DS_Store", "tensors/.nfs00000001"])
-def test_what_people_and_file_systems_leave_behind_costs_no_checkpoint(folder, name):
+def test_leftovers_of_people_and_file_systems_are_fine(folder, name):
     (folder / "groups").mkdir()  # that nothing lies in
     (folder / name).write_text("not read")
     require_whole(folder)
@@ -402,14 +390,6 @@ def test_a_name_that_is_no_file_of_the_checkpoint_is_refused(folder, name):
     assert "which is no file of the checkpoint" in refusal(folder)
 
 
-def test_a_manifest_that_vouches_for_nothing_is_refused(folder):
-    (folder / "manifest.json").write_bytes(b'{"files": {}, "format": 1}')
-    assert "manifest.json does not name it" in refusal(folder)
-    shutil.rmtree(folder / "tensors")
-    (folder / "state.json").unlink()
-    assert "does not name state.json" in refusal(folder)
-
-
 def a_tensor_at(start: int, end: int) -> bytes:
     header = b'{"x": {"dtype": "F32", "shape": [4], "data_offsets": [%d, %d]}}' % (start, end)
     return struct.pack("<Q", len(header)) + header + bytes(16)
@@ -417,14 +397,13 @@ def a_tensor_at(start: int, end: int) -> bytes:
 
 OFFSETS = [(0, 10**12), (-4, 4), (4, 0), (0, 3), (2**64, 2**64 + 16)]
 LENGTHS = [2**63 - 1, 2**64 - 1, 10**11, 99_000_000, 5]
-SHARDS = {f"a tensor at {o}": a_tensor_at(*o) for o in OFFSETS}
-SHARDS |= {f"a header of {length}": struct.pack("<Q", length) + b"{}" + bytes(100) for length in LENGTHS}
 
 
-@pytest.mark.parametrize("shard", SHARDS.values(), ids=SHARDS)
-def test_a_shard_with_an_absurd_header_or_tensors_elsewhere_is_refused(folder, shard):
-    (folder / "tensors" / "shard.safetensors").write_bytes(shard)
-    assert "shard.safetensors is not a safetensors file" in refusal(vouched(folder))
+def test_an_absurd_header_is_refused(folder):
+    headers = [struct.pack("<Q", length) + b"{}" + bytes(100) for length in LENGTHS]
+    for shard in (*headers, *(a_tensor_at(*offsets) for offsets in OFFSETS)):
+        (folder / "tensors" / "shard.safetensors").write_bytes(shard)
+        assert "shard.safetensors is not a safetensors file" in refusal(vouched(folder))
 
 
 @pytest.mark.parametrize(
@@ -440,7 +419,7 @@ def test_a_shard_with_an_absurd_header_or_tensors_elsewhere_is_refused(folder, s
         (ControlState(unfinished=(Unfinished(-4),)), "an unfinished group is -4"),
         (ControlState(unfinished=(Unfinished(4), Unfinished(4))), "a group stands there twice"),
         (ControlState(unfinished=(Unfinished(7),), ready=(READY,)), "a group stands there twice"),
-        (ControlState(ready=(msgspec.structs.replace(READY, samples=()),)), "has no samples"),
+        (ControlState(ready=(replace(READY, samples=()),)), "has no samples"),
         (ControlState(ready=(of_versions((-1, 2)),)), "step_versions is -1"),
         (ControlState(ready=(of_versions((0, 10**15)),)), "the number of step_versions is 10"),
     ],
@@ -451,8 +430,9 @@ def test_a_state_that_no_run_can_have_is_refused(folder, control, why):
 
 
 def test_a_state_that_no_machine_can_count_or_read_is_refused(folder):
-    said = refusal(with_state(folder, ControlState(), optimizer_steps=10**100))
-    assert "engine.optimizer_steps is a number of" in said
+    assert "engine.optimizer_steps is a number of" in refusal(
+        with_state(folder, ControlState(), optimizer_steps=10**100)
+    )
     (folder / "state.json").write_bytes(b'{"engine": ' + b"[" * 10**6)
     assert "state.json cannot be read" in refusal(vouched(folder))
 

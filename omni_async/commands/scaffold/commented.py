@@ -15,34 +15,34 @@ _WIDTH = 116
 
 
 def commented_yaml(head: str, tree: Mapping[str, Any], reasons: Mapping[str, str], sampling: type[SamplingSpec]) -> str:
-    """Return the text of a recipe.
+    """Return the text of a recipe, with its keys in the schema's order.
 
     Args:
         head: the file's opening paragraphs.
         tree: its values.
-        reasons: by key, the reason for its value; follows the key's description.
+        reasons: by key, the reason for its value; follows the description of a key that is no section.
         sampling: the type of `rollout.sampling`."""
     texts = {path: description(annotation) for path, annotation, _ in walk(Config)}
     texts |= {path: description(annotation) for path, annotation, _ in walk(sampling, "rollout.sampling.")}
-    lines = [line for paragraph in head.splitlines() for line in _comment(paragraph, "") or ["#"]]
-    for name, section in tree.items():
-        lines += ["", *_entry(name, section, name, "", texts, reasons)]
-    return "\n".join(lines) + "\n"
+    order = [*texts]
 
+    def lines_of(section: Mapping[str, Any], parents: str, indent: str) -> Iterator[str]:
+        paths = {f"{parents}{name}": name for name in section}
+        for path in sorted(paths, key=lambda path: order.index(path) if path in texts else len(order)):
+            name, value = paths[path], section[paths[path]]
+            if not parents:
+                yield ""
+            yield from _comment(texts.get(path, ""), indent)
+            if isinstance(value, dict) and any(key.startswith(f"{path}.") for key in texts):
+                yield f"{indent}{name}:"
+                yield from lines_of(value, f"{path}.", f"{indent}  ")
+                continue
+            if path in reasons:
+                yield from _comment(f"Here: {reasons[path]}.", indent)
+            yield from textwrap.indent(_value(name, value), indent).splitlines()
 
-def _entry(
-    name: str, value: Any, path: str, indent: str, texts: Mapping[str, str], reasons: Mapping[str, str]
-) -> Iterator[str]:
-    """Yield the lines of a key: its comment, and its value or, for a section, the lines of its keys."""
-    yield from _comment(texts.get(path, ""), indent)
-    if path in reasons:
-        yield from _comment(f"Here: {reasons[path]}.", indent)
-    if isinstance(value, dict) and any(key.startswith(f"{path}.") for key in texts):
-        yield f"{indent}{name}:"
-        for key, below in value.items():
-            yield from _entry(key, below, f"{path}.{key}", indent + "  ", texts, reasons)
-    else:
-        yield from textwrap.indent(_value(name, value), indent).splitlines()
+    opening = (line for paragraph in head.splitlines() for line in _comment(paragraph, "") or ["#"])
+    return "\n".join([*opening, *lines_of(tree, "", "")]) + "\n"
 
 
 def _value(name: str, value: Any) -> str:

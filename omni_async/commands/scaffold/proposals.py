@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from omni_async.config import ConfigError, schema
 from omni_async.config.hub import downloaded
@@ -27,17 +26,13 @@ _BY_MEDIA = ("motion_smoothness", "pick_score")
 _HELD_OUT = ("validation", "valid", "val", "test", "eval", "heldout")
 
 
-def folder_of(model: str) -> Path:
-    """Return the folder of a checkpoint, from its path or from its name in a hub's cache on this machine."""
-    path = Path(model).expanduser()
-    return path if path.exists() else downloaded(model) or path
-
-
 def find_model(model: str) -> tuple[PipelineFamily, int]:
     """Return the family of the checkpoint, and the size in bytes of its trained weights.
 
     ConfigError, one line, if there is no checkpoint, no family, or more than one family."""
-    folder = folder_of(model)
+    folder = Path(model).expanduser()
+    if not folder.exists():
+        folder = downloaded(model) or folder
     try:
         family = find_family(family_of(folder))
     except ValueError as error:
@@ -61,8 +56,7 @@ def held_out_beside(path: str) -> str | None:
     given = Path(path)
     for word in _HELD_OUT:
         name = re.sub(r"train(ing)?", word, given.stem) if "train" in given.stem else f"{given.stem}_{word}"
-        found = given.with_name(f"{name}{given.suffix}")
-        if found != given and found.is_file():
+        if (found := given.with_name(f"{name}{given.suffix}")).is_file():
             return str(found)
     return None
 
@@ -70,12 +64,13 @@ def held_out_beside(path: str) -> str | None:
 def propose_reward(prompts: Sequence[Prompt], spec: SamplingSpec) -> tuple[str, str]:
     """Return the name of a scorer that fits the prompts and the samples, and why."""
     for name in _BY_PROMPT:
-        if fits(name, spec) and (check := _check_of(name)) and not any(check(prompt) for prompt in prompts):
-            if name == "scene_text" and _height(spec) <= _LINE_HEIGHT:
-                name = "ocr"
+        scorer = schema.Scorer(name=name, params=dict.fromkeys(registry.required_params(name), ""))
+        check = registry.prompt_check(scorer)
+        if check is not None and fits(name, spec) and not any(map(check, prompts)):
+            height = next((shape.shape[-2] for shape in spec.media() if shape.part != "audio"), 0)
+            name = "ocr" if name == "scene_text" and height <= _LINE_HEIGHT else name
             return name, f"every prompt says what {name} looks for"
-    name = next(one for one in _BY_MEDIA if fits(one, spec))
-    return name, "it takes any prompt"
+    return next(name for name in _BY_MEDIA if fits(name, spec)), "it takes any prompt"
 
 
 def fits(name: str, spec: SamplingSpec) -> bool:
@@ -85,15 +80,6 @@ def fits(name: str, spec: SamplingSpec) -> bool:
     except ValueError:
         return False
     return bool(takes & {shape.part for shape in spec.media()})
-
-
-def _height(spec: SamplingSpec) -> int:
-    return next((shape.shape[-2] for shape in spec.media() if shape.part != "audio"), 0)
-
-
-def _check_of(name: str) -> Any:
-    params = dict.fromkeys(registry.required_params(name), "")
-    return registry.prompt_check(schema.Scorer(name=name, params=params))
 
 
 def engine_for(family: PipelineFamily) -> str:

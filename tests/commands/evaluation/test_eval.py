@@ -1,4 +1,4 @@
-"""Tests `omni-async eval`: its numbers, that nothing is made twice, and what becomes of samples without a score."""
+"""Tests `omni-async eval`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ from omni_async.commands.evaluation.statistics import clustered_mean, paired_tes
 from omni_async.plugins.families import find_family
 from omni_async.rollout.diffusers_engine import DiffusersEngine
 from omni_async.types import Score
-from tests.commands.evaluation import judging
 from tests.commands.evaluation.conftest import PROMPTS
+from tests.commands.scoring import judges
 from tests.config.recipe import MINIMAL, load_text
 from tests.support.configs import build
-from tests.support.job_world import Run
 
 
 def evaluated(*words: str | Path, code: int = 0) -> Path:
-    """Runs `omni-async eval ... --out compared`, which ends with this exit code, and returns the folder."""
     assert cli.main(["eval", *map(str, words), "--out", "compared"]) == code
     return Path("compared")
 
@@ -39,14 +37,10 @@ def table(file: Path) -> list[dict[str, str]]:
 
 
 def numbers(out: Path) -> dict[str, Any]:
-    """Returns every model's numbers by its name, from results.json."""
     return {one["model"]: one["numbers"] for one in json.loads((out / "results.json").read_text())["models"]}
 
 
-# ---- the comparison --------------------------------------------------------------------------------------------------
-
-
-def test_a_run_is_compared_with_its_base_by_its_own_reward(finished: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_compared_with_its_base_by_its_own_reward(finished, capsys):
     out = evaluated(finished.path, "--which", "base,1,3")
     models = ["base", "update-000001", "update-000003"]
     rows = table(out / "scores.csv")
@@ -79,8 +73,8 @@ def test_a_run_is_compared_with_its_base_by_its_own_reward(finished: Run, capsys
     assert (strip.width // 192, strip.height // 192) == (3, 3)
 
 
-def test_p_values_are_corrected_over_models_and_a_pair_without_a_partner_is_left_out() -> None:
-    def of(values: dict[tuple[int, int], float]) -> dict[tuple[int, int], Score]:
+def test_p_values_are_corrected_and_pairs_need_both():
+    def of(values):
         return {key: Score(value) for key, value in values.items()}
 
     keys = [(prompt, 0) for prompt in range(6)]
@@ -100,14 +94,12 @@ def test_p_values_are_corrected_over_models_and_a_pair_without_a_partner_is_left
     assert [row.comparable for row in results.rows] == [True, True, False]
     console = Console(file=io.StringIO(), width=160)
     show(console, results)
-    said = console.file.getvalue()  # type: ignore[attr-defined]
+    said = console.file.getvalue()
     assert "means of partly are over other samples than the first model's, and not comparable" in said
     assert "partly: 4 of 6 samples not scored: no" in said
 
 
-def test_a_sample_that_cannot_be_scored_is_left_out_said_and_tried_again(
-    finished: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sample_without_a_score_is_left_out_and_tried_again(finished, capsys):
     Path("prompts.txt").write_text("lucky\nunlucky\n")
     words = (finished.path, "--which", "base,last", "--prompts", "prompts.txt", "--seeds", "2")
     out = evaluated(*words)
@@ -126,32 +118,26 @@ def test_a_sample_that_cannot_be_scored_is_left_out_said_and_tried_again(
     assert "not comparable" not in said, "the same samples are left out of both"
     assert [sum(one["reasons"].values()) for one in found["models"]] == [2, 2]
     kept = (out / "scores.jsonl").read_text()
-    judging.calls.clear()
+    judges.calls.clear()
     evaluated(*words)
-    assert "unlucky" in {prompt.text for prompt in judging.calls}
+    assert "unlucky" in {prompt.text for prompt in judges.calls}
     assert (out / "scores.jsonl").read_text() == kept
 
 
-def test_where_nothing_can_be_scored_there_is_no_number_and_the_exit_code_is_1(finished: Run) -> None:
+def test_without_any_score_there_is_no_number_and_exit_code_1(finished):
     Path("prompts.txt").write_text("unlucky\n")
     out = evaluated(finished.path, "--which", "base", "--prompts", "prompts.txt", "reward.outage_s=0", code=1)
     assert numbers(out) == {"base": {}}
 
 
-def test_two_folders_are_compared_by_a_recipe_s_reward(finished: Run, checkpoint: str, tmp_path: Path) -> None:
+def test_two_folders_are_compared_by_a_recipe_s_reward(finished, checkpoint):
     recipe = finished.path / "config.yaml"
-    Path("other").symlink_to(checkpoint)
     out = evaluated(checkpoint, finished.path, "--which", "last", "--recipe", recipe, "--limit", "1", "--seeds", "1")
     assert [*numbers(out)] == ["tiny", "update-000003"]
     assert numbers(out)["tiny"]["reward"]["low"] is None
 
 
-# ---- nothing is made twice -------------------------------------------------------------------------------------------
-
-
-def test_what_is_drawn_and_scored_is_kept_and_a_model_may_be_added(
-    finished: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_and_scores_are_kept_and_a_model_may_be_added(finished, monkeypatch, capsys):
     drawn: list[str] = []
     generate = DiffusersEngine.generate
 
@@ -160,44 +146,37 @@ def test_what_is_drawn_and_scored_is_kept_and_a_model_may_be_added(
         return await generate(engine, request)
 
     monkeypatch.setattr(DiffusersEngine, "generate", generating)
-    out = evaluated(finished.path, "--which", "base,2")
+    words = (finished.path, "--which", "base,2")
+    out = evaluated(*words)
     before, first = numbers(out), len(drawn)
-    assert (first, len(judging.calls)) == (12, 12)
-    evaluated(finished.path, "--which", "base,2")
-    assert (len(drawn), len(judging.calls), numbers(out)) == (12, 12, before)
-    evaluated(finished.path, "--which", "base,2,3")
-    assert (len(drawn), len(judging.calls)) == (18, 18 + 2)  # two that were scored before show that the judge is there
-    assert numbers(out)["update-000002"]["reward"]["mean"] == before["update-000002"]["reward"]["mean"]
-
-
-def test_ctrl_c_while_scoring_keeps_the_scores_and_the_same_command_scores_the_rest(
-    finished: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    judging.impatient.append(4)
-    words = (finished.path, "--which", "base,last", "reward.batch=1")
-    out = evaluated(*words, code=130)
-    assert "the same command resumes" in capsys.readouterr().err
-    kept = len((out / "scores.jsonl").read_text().splitlines())
-    assert 1 <= kept < 12
-    judging.calls.clear()
-    judging.impatient.clear()
-    evaluated(*words)
-    assert len(judging.calls) == 12 - kept + 2
-    assert numbers(out)["base"]["reward"]["samples"] == 2 * len(PROMPTS)
-
-
-def test_another_reward_is_refused_and_another_batch_is_not(finished: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    words = (finished.path, "--which", "base", "--limit", "1")
-    evaluated(*words)
+    assert (first, len(judges.calls)) == (12, 12)
     evaluated(*words, "reward.batch=3")
+    assert (len(drawn), len(judges.calls), numbers(out)) == (12, 12, before)
+    evaluated(finished.path, "--which", "base,2,3")
+    assert (len(drawn), len(judges.calls)) == (18, 18 + 2)  # two that were scored before show that the judge is there
+    assert numbers(out)["update-000002"]["reward"]["mean"] == before["update-000002"]["reward"]["mean"]
     capsys.readouterr()
     evaluated(*words, "reward.scorers=[{name: jpeg_size}]", code=2)
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("omni-async: --out: compared was made with reward ")
 
 
-def test_scores_of_another_judge_are_not_mixed_in_and_more_servers_of_one_are() -> None:
-    def asked(model: str, replicas: int) -> dict[str, Any]:
+def test_ctrl_c_keeps_scores_and_the_same_command_scores_the_rest(finished, capsys):
+    judges.impatient.append(4)
+    words = (finished.path, "--which", "base,last", "reward.batch=1")
+    out = evaluated(*words, code=130)
+    assert "the same command resumes" in capsys.readouterr().err
+    kept = len((out / "scores.jsonl").read_text().splitlines())
+    assert 1 <= kept < 12
+    judges.calls.clear()
+    judges.impatient.clear()
+    evaluated(*words)
+    assert len(judges.calls) == 12 - kept + 2
+    assert numbers(out)["base"]["reward"]["samples"] == 2 * len(PROMPTS)
+
+
+def test_scores_of_another_judge_are_not_mixed_in():
+    def asked(model, replicas):
         servers = [{"name": "judge", "model": model, "replicas": replicas}]
         scorers = [{"name": "vlm_judge", "params": {"server": "judge", "model": "judge"}}]
         return record(build({}, {"reward.servers": servers, "reward.scorers": scorers}))
@@ -205,7 +184,7 @@ def test_scores_of_another_judge_are_not_mixed_in_and_more_servers_of_one_are() 
     assert asked("models/a", 1) == asked("models/a", 2) != asked("models/b", 1)
 
 
-def test_what_samples_and_scores_depend_on_is_recorded_without_credentials() -> None:
+def test_settings_are_recorded_without_credentials():
     scorer = "{name: vlm_judge, params: {server: qwen, model: qwen, token: hunter2}}"
     config = load_text(
         MINIMAL,
@@ -219,9 +198,7 @@ def test_what_samples_and_scores_depend_on_is_recorded_without_credentials() -> 
     assert "hunter2" not in recorded and recorded.count("***") == 2
 
 
-def test_what_cannot_be_compared_is_refused_before_anything_is_drawn(
-    finished: Run, checkpoint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_input_is_refused_before_anything_is_drawn(finished, checkpoint, capsys):
     evaluated(checkpoint, "--prompt", "x", code=2)
     assert "reward.scorers: empty" in capsys.readouterr().err
     evaluated(finished.path, "reward.scorers=[{name: no_such_scorer}]", code=2)

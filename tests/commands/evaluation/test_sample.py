@@ -1,23 +1,18 @@
-"""Tests `omni-async sample`: that it draws what a run draws, goes on where it stopped, and says what is wrong."""
+"""Tests `omni-async sample`."""
 
 from __future__ import annotations
 
 import errno
 import json
-import os
-import re
-import shlex
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from msgspec.structs import replace
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from omni_async import cli
 from omni_async.checkpoint.folders import MANIFEST_FILE, write_manifest
@@ -32,27 +27,29 @@ from tests.commands.export.export_world import trained_run
 from tests.pipelines.families import QWEN_IMAGE
 from tests.support.configs import build
 from tests.support.job_world import Run
-from tests.support.places import ROOT
 
 _SMALL = ("height=32", "width=32", "--steps", "3")
 
 
 def sampled(*words: str | Path, out: str = "drawn", code: int = 0) -> Path:
-    """Runs `omni-async sample ... --out OUT`, which ends with this exit code, and returns the folder."""
     assert cli.main(["sample", *map(str, words), "--out", out]) == code
     return Path(out)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+def refused(capsys: pytest.CaptureFixture[str], *words: str | Path, out: str = "drawn") -> str:
     """Returns the one line that such a command ends with."""
     capsys.readouterr()
-    assert cli.main(["sample", *map(str, words)]) == 2
+    sampled(*words, out=out, code=2)
     [line] = capsys.readouterr().err.splitlines()
     return line.removeprefix("omni-async: ")
 
 
 def pixels(file: Path) -> np.ndarray:
     return np.array(Image.open(file))
+
+
+def same(one: Path, other: Path) -> bool:
+    return np.array_equal(pixels(one), pixels(other))
 
 
 def rows(table: Path) -> list[dict[str, Any]]:
@@ -78,17 +75,15 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return told
 
 
-# ---- what it draws ---------------------------------------------------------------------------------------------------
-
-
-def test_a_model_alone_draws_every_prompt_and_seed_into_files_a_grid_and_a_table_that_can_be_scored(checkpoint, recipe):
+def test_a_model_alone_draws_files_a_grid_and_a_table_to_score(checkpoint, recipe):
     out = sampled(checkpoint, "--prompt", "the digit 7", "--prompt", "a circle", "--seeds", "2", *_SMALL)
     [folder] = [path for path in out.iterdir() if path.is_dir()]
     names = ["000-0", "000-1", "001-0", "001-1"]
     assert sorted(file.stem for file in folder.glob("*.png")) == names
-    assert {row["image"]: row["prompt"] for row in rows(folder / "samples.jsonl")} == dict(
-        zip([f"{name}.png" for name in names], ["the digit 7"] * 2 + ["a circle"] * 2, strict=True)
-    )
+    texts = ["the digit 7", "the digit 7", "a circle", "a circle"]
+    assert [(row["image"], row["prompt"]) for row in rows(folder / "samples.jsonl")] == [
+        (f"{name}.png", text) for name, text in zip(names, texts, strict=True)
+    ]
     assert len({pixels(folder / f"{name}.png").tobytes() for name in names}) == 4
     assert pixels(folder / "000-0.png").shape == (32, 32, 3)
     assert Image.open(out / "grid.png").width > 2 * 192
@@ -97,57 +92,46 @@ def test_a_model_alone_draws_every_prompt_and_seed_into_files_a_grid_and_a_table
 
 
 @pytest.mark.parametrize("kind", ["finished", "lora"])
-def test_the_last_checkpoint_draws_the_run_s_own_validation_samples_bit_for_bit(
-    kind: str, checkpoint: str, request: pytest.FixtureRequest
-) -> None:
+def test_the_last_checkpoint_draws_the_validation_samples_bit_for_bit(kind, checkpoint, request):
     finished: Run = request.getfixturevalue(kind)
     out = sampled(finished.path, "--seeds", "2")
     own = sorted((finished.path / "samples").glob("validation-000003-*.png"))
     assert len(own) == len(PROMPTS) * 2
     drawn = sorted((out / "update-000003").glob("*.png"))
-    assert [pixels(one).tolist() for one in drawn] == [pixels(one).tolist() for one in own]
+    assert all(map(same, drawn, own)) and len(drawn) == len(own)
     untrained = sampled(checkpoint, "--recipe", finished.path / "config.yaml", "--seeds", "2", out="base")
-    assert not all(
-        np.array_equal(pixels(one), pixels(two))
-        for one, two in zip(sorted(untrained.glob("*/*.png")), own, strict=True)
-    ), "training changed nothing, so that the comparison says nothing"
+    assert not all(map(same, sorted(untrained.glob("*/*.png")), own)), "training changed nothing"
 
 
-def test_a_typed_prompt_of_the_validation_has_its_own_noise_and_another_one_has_not(finished: Run) -> None:
+def test_a_typed_prompt_of_the_validation_has_its_own_noise(finished, tmp_path):
     out = sampled(finished.path, "--prompt", PROMPTS[2], "--prompt", "a new one", "--prompt", PROMPTS[2])
     assert sorted(file.name for file in out.glob("*/*.png")) == ["002-0.png", "004-0.png"]
     ours, own = out / "update-000003" / "002-0.png", finished.path / "samples" / "validation-000003-04.png"
-    assert np.array_equal(pixels(ours), pixels(own))
-
-
-def test_a_typed_prompt_has_no_number_of_the_validation_s_where_texts_are_there_twice(tmp_path: Path) -> None:
+    assert same(ours, own)
     (tmp_path / "prompts.txt").write_text("one\none\ntwo\n")
     validation = {"prompts": str(tmp_path / "prompts.txt"), "every": 1, "num_inference_steps": 2}
     found = _typed(["new", "two", "one"], build({"validation": validation}), lambda prompt: None)
     assert {prompt.text: prompt.index for prompt in found} == {"new": 3, "two": 2, "one": 0}
 
 
-def test_against_the_base_draws_both_with_one_pipeline_and_shows_the_base_first(
-    finished: Run, drawn: list[str]
-) -> None:
+def test_the_base_is_drawn_first_by_the_same_pipeline(finished, drawn):
     out = sampled(finished.path, "--against", "base", "--limit", "2")
     assert drawn == ["load", *["v0.p0.s0", "v0.p1.s0"] * 2]
     assert {path.name for path in out.iterdir() if path.is_dir()} == {"base", "update-000003"}
     first = finished.path / "samples" / "validation-000000-00.png"
-    assert np.array_equal(pixels(out / "base" / "000-0.png"), pixels(first))
+    assert same(out / "base" / "000-0.png", first)
     grid = pixels(out / "grid.png")
     tile = np.repeat(np.repeat(pixels(out / "base" / "000-0.png"), 6, axis=0), 6, axis=1)
     assert np.array_equal(grid[6 : 6 + 192, 6 : 6 + 192], tile)
 
 
-def test_which_chooses_a_checkpoint_of_the_run_and_one_is_given_by_its_folder(finished: Run) -> None:
+def test_which_and_a_checkpoint_s_folder_name_the_same(finished):
     one = sampled(finished.path, "--which", "2", "--limit", "1", out="one")
     other = sampled(finished.path / "checkpoints" / "update-000002", "--limit", "1", out="other")
-    name = "update-000002/000-0.png"
-    assert np.array_equal(pixels(one / name), pixels(other / name))
+    assert same(one / "update-000002/000-0.png", other / "update-000002/000-0.png")
 
 
-def test_settings_are_changed_by_flags_and_by_keys(finished: Run) -> None:
+def test_settings_are_changed_by_flags_and_by_keys(finished):
     out = sampled(finished.path, "--limit", "1", "--steps", "2", "--guidance", "2", "--seed", "9", "width=48")
     settings = json.loads((out / "settings.json").read_text())
     assert (settings["steps"], settings["seed"], settings["samples per prompt"]) == (2, 9, 1)
@@ -155,7 +139,7 @@ def test_settings_are_changed_by_flags_and_by_keys(finished: Run) -> None:
     assert pixels(out / "update-000003" / "000-0.png").shape == (32, 48, 3)
 
 
-def test_exported_adapters_draw_what_their_checkpoint_does_on_the_base_that_their_recipe_names(lora: Run) -> None:
+def test_exported_adapters_draw_what_their_checkpoint_does(lora):
     Path("adapters").mkdir()
     factors = TrainedWeights(lora.path / "checkpoints" / "update-000003").read("transformer")
     # As `omni-async export` writes them: alpha / rank is in B.
@@ -169,19 +153,18 @@ def test_exported_adapters_draw_what_their_checkpoint_does_on_the_base_that_thei
         assert np.array_equal(ours, theirs) and not np.array_equal(ours, pixels(base / name))
 
 
-def test_a_checkpoint_s_moving_average_draws_if_it_has_one(lora: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_s_moving_average_draws_if_it_has_one(lora, capsys):
     name = "000-0.png"
     average = sampled(lora.path, "--policy", "ema", "--limit", "1", out="average") / "update-000003-ema" / name
     trained = sampled(lora.path, "--policy", "trained", "--limit", "1") / "update-000003-trained" / name
-    assert np.array_equal(pixels(trained), pixels(lora.path / "samples" / "validation-000003-00.png"))
-    assert not np.array_equal(pixels(trained), pixels(average))
-    assert refused(capsys, lora.path, "--policy", "old", "--out", "d").endswith(
-        "has no 'old' policy; it has ema, trained"
-    )
+    assert same(trained, lora.path / "samples" / "validation-000003-00.png")
+    assert not same(trained, average)
+    line = refused(capsys, lora.path, "--policy", "old", out="d")
+    assert line.endswith("has no 'old' policy; it has ema, trained")
 
 
 @pytest.mark.thorough
-def test_videos_with_sound_are_drawn_and_shown(tmp_path: Path) -> None:
+def test_videos_with_sound_are_drawn_and_shown(tmp_path):
     from omni_async_pipelines.ltx_2.tiny import build
 
     model = build(tmp_path / "ltx")
@@ -193,46 +176,36 @@ def test_videos_with_sound_are_drawn_and_shown(tmp_path: Path) -> None:
     assert Image.open(out / "grid.png").width >= 192
 
 
-# ---- what becomes of it when it is cut off ---------------------------------------------------------------------------
-
-
-def _failing_after(count: int, error: Callable[[], BaseException]) -> Callable[..., None]:
-    add, left = Gallery.add, [count]
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left on device"),
+        (KeyboardInterrupt(), 130, "omni-async: interrupted; finished samples are kept"),
+    ],
+)
+def test_a_full_disk_or_ctrl_c_keeps_what_is_drawn(error, code, line, finished, drawn, monkeypatch, capsys):
+    whole = sampled(finished.path, out="whole") / "update-000003"
+    add, added = Gallery.add, []
 
     def adding(gallery: Gallery, *given: Any) -> None:
-        if not left[0]:
-            raise error()
-        left[0] -= 1
+        if added:
+            raise error
+        added.append(given)
         add(gallery, *given)
 
-    return adding
-
-
-def test_a_full_disk_ends_it_in_one_line_and_the_same_command_draws_only_what_is_missing(
-    finished: Run, drawn: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = sampled(finished.path, out="whole")
-    drawn.clear()
     capsys.readouterr()
     with monkeypatch.context() as patched:
-        patched.setattr(Gallery, "add", _failing_after(1, lambda: OSError(errno.ENOSPC, "No space left on device")))
-        out = sampled(finished.path, code=1)
-    [line] = capsys.readouterr().err.splitlines()
-    assert "No space left on device" in line and "the same command resumes" in line
-    there = [row["image"] for row in rows(out / "update-000003" / "samples.jsonl")]
-    assert len(there) == 1
+        patched.setattr(Gallery, "add", adding)
+        folder = sampled(finished.path, code=code) / "update-000003"
+    [said] = capsys.readouterr().err.splitlines()
+    assert line in said and "the same command resumes" in said
+    assert len(rows(folder / "samples.jsonl")) == 1
     drawn.clear()
     sampled(finished.path)
     assert len(drawn) == 1 + len(PROMPTS) - 1
-    for name in ("000-0.png", "001-0.png", "002-0.png"):
-        assert np.array_equal(pixels(out / "update-000003" / name), pixels(whole / "update-000003" / name))
-    assert (out / "grid.png").exists()
-
-
-def test_what_is_there_is_not_drawn_again_but_a_row_that_was_cut_off_or_lost_its_file_is(
-    finished: Run, drawn: list[str]
-) -> None:
-    folder = sampled(finished.path) / "update-000003"
+    names = ["000-0.png", "001-0.png", "002-0.png"]
+    assert all(same(folder / name, whole / name) for name in names)
+    assert (folder.parent / "grid.png").exists()
     drawn.clear()
     sampled(finished.path)
     assert drawn == []
@@ -240,127 +213,79 @@ def test_what_is_there_is_not_drawn_again_but_a_row_that_was_cut_off_or_lost_its
     table = folder / "samples.jsonl"
     table.write_bytes(table.read_bytes()[:-5])
     sampled(finished.path)
-    assert sorted(drawn) == ["load", "v0.p1.s0", "v0.p2.s0"]
-    assert sorted(row["image"] for row in rows(table)) == ["000-0.png", "001-0.png", "002-0.png"]
+    assert len(drawn) == 3 and {"load", "v0.p1.s0"} < {*drawn}
+    assert sorted(row["image"] for row in rows(table)) == names
 
 
-def test_ctrl_c_keeps_what_was_drawn_and_ends_with_130(
-    finished: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Gallery, "add", _failing_after(2, KeyboardInterrupt))
-    out = sampled(finished.path, code=130)
-    assert (
-        capsys.readouterr().err == "omni-async: interrupted; finished samples are kept, and the same command resumes\n"
-    )
-    assert len(rows(out / "update-000003" / "samples.jsonl")) == 2
-
-
-# ---- what it refuses -------------------------------------------------------------------------------------------------
-
-
-def test_a_folder_made_with_other_settings_weights_or_by_something_else_is_refused(
-    finished: Run, checkpoint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sampled(finished.path, "--limit", "1")
-    again = (finished.path, "--limit", "1", "--out", "drawn")
-    assert refused(capsys, *again, "--steps", "7") == ("--out: drawn was made with steps 5, not 7; name another folder")
-    assert refused(capsys, *again, "--seed", "8").startswith("--out: drawn was made with seed 3, not 8;")
-    assert refused(capsys, *again, "height=48").startswith("--out: drawn was made with sampling ")
-    assert refused(capsys, finished.path, "--out", "drawn").startswith("--out: drawn was made with prompts ")
+def test_a_folder_of_other_settings_or_weights_is_refused(finished, capsys):
+    again = (finished.path, "--limit", "1")
+    sampled(*again)
+    for more, why in (
+        (["--steps", "7"], "steps 5, not 7; name another folder"),
+        (["--seed", "8"], "seed 3, not 8;"),
+        (["height=48"], "sampling "),
+        (["--limit", "2"], "prompts "),
+    ):
+        assert refused(capsys, *again, *more).startswith(f"--out: drawn was made with {why}")
     settings = Path("drawn/settings.json")
     written = settings.read_text()
     earlier = {key: value for key, value in json.loads(written).items() if key != "noise"}
-    settings.write_text(json.dumps(earlier))
-    assert refused(capsys, *again) == "--out: drawn was made with noise 'torch', not 'Philox'; name another folder"
-    settings.write_text(written)
-    settings.write_text(
-        settings.read_text().replace(json.loads(settings.read_text())["models"]["update-000003"][1], "0")
-    )
-    assert refused(capsys, *again) == (
-        "--out: drawn holds samples of other weights as update-000003; name another folder"
-    )
-    settings.write_text("{")
-    assert refused(capsys, *again) == "--out: drawn/settings.json is damaged; name another folder"
+    for content, line in (
+        (json.dumps(earlier), "drawn was made with noise 'torch', not 'Philox'; name another folder"),
+        (
+            written.replace(json.loads(written)["models"]["update-000003"][1], "0"),
+            "drawn holds samples of other weights as update-000003; name another folder",
+        ),
+    ):
+        settings.write_text(content)
+        assert refused(capsys, *again) == f"--out: {line}"
     Path("mine").mkdir()
     Path("mine/letter.txt").write_text("dear")
-    assert refused(capsys, finished.path, "--out", "mine") == (
-        "--out: mine holds 'letter.txt' and no settings.json; name another folder"
-    )
     Path("file").write_text("")
-    assert refused(capsys, finished.path, "--out", "file") == "--out: file cannot be used: File exists"
+    line = "--out: mine holds 'letter.txt' and no settings.json; name another folder"
+    assert refused(capsys, finished.path, out="mine") == line
+    assert refused(capsys, finished.path, out="file") == "--out: file cannot be used: File exists"
 
 
-def test_weights_are_known_by_content_and_not_by_path_size_or_date(
-    checkpoint: str, tmp_path: Path, drawn: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = shutil.copytree(checkpoint, tmp_path / "one" / "model")
-    words = ("--prompt", "the digit 7", *_SMALL)
-    sampled(model, *words)
-    drawn.clear()
-    moved = shutil.copytree(model, tmp_path / "two" / "model")
-    sampled(moved, *words)
-    assert drawn == [], "they are the same"
-    file = moved / "vae" / "diffusion_pytorch_model.safetensors"
-    before, tensors = file.stat(), load_file(file)
-    max(tensors.values(), key=torch.numel).view(-1)[0] += 1
-    save_file(tensors, file, {"format": "pt"})
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert refused(capsys, moved, *words, "--out", "drawn").startswith("--out: drawn holds samples of other weights")
-
-
-def test_what_cannot_be_drawn_is_refused_in_one_line(
-    finished: Run, checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_drawn_is_refused_in_one_line(finished, checkpoint, capsys):
     one = (checkpoint, "--prompt", "x")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "blank.txt").write_text("\n\n")
-    assert refused(capsys, "nowhere", "--out", "d").startswith("there is no folder")
-    assert refused(capsys, "empty", "--out", "d").startswith("empty: neither a model in diffusers layout")
-    assert refused(capsys, "blank.txt", "--out", "d") == "blank.txt: expected a folder, got a file"
-    assert refused(capsys, checkpoint, "--out", "d").startswith("--prompt: no prompts; give one")
-    assert refused(capsys, checkpoint, "--prompt", " ", "--out", "d") == "--prompt: expected a text, got an empty one"
-    assert refused(capsys, checkpoint, "--prompts", "blank.txt", "--out", "d").endswith(
-        "blank.txt holds no prompts; expected one a line"
-    )
-    assert refused(capsys, *one, "--out", "d", "--steps", "1") == "--steps: expected at least 2, got 1"
-    assert refused(capsys, *one, "--out", "d", "hight=32").startswith(
-        f"{checkpoint}: rollout.sampling.hight: unknown key"
-    )
-    assert refused(capsys, *one, "--out", "d", "--which", "last").endswith(
-        "is no run, but one model; leave --which out"
-    )
-    assert refused(capsys, *one, "--out", "d", "--against", "base").startswith("--against base: ")
-    assert refused(capsys, *one, "--out", "d", "--device", "abacus", *_SMALL).startswith(
-        f"{checkpoint} cannot be loaded: "
-    )
+    Path("empty").mkdir()
+    Path("blank.txt").write_text("\n\n")
     Path("young").mkdir()
     shutil.copy(finished.path / "config.yaml", "young")
-    assert refused(capsys, "young", "--out", "d").endswith("young: it has no checkpoint yet")
-    assert "has no checkpoint of that update; it has 1, 2, 3" in refused(
-        capsys, finished.path, "--which", "7", "--out", "d"
-    )
+    for words, said in (
+        (["nowhere"], "there is no folder"),
+        (["empty"], "empty: neither a model in diffusers layout"),
+        (["blank.txt"], "blank.txt: expected a folder, got a file"),
+        ([checkpoint], "--prompt: no prompts; give one"),
+        ([checkpoint, "--prompt", " "], "--prompt: expected a text, got an empty one"),
+        ([checkpoint, "--prompts", "blank.txt"], "blank.txt holds no prompts; expected one a line"),
+        ([*one, "--steps", "1"], "--steps: expected at least 2, got 1"),
+        ([*one, "hight=32"], f"{checkpoint}: rollout.sampling.hight: unknown key"),
+        ([*one, "--which", "last"], "is no run, but one model; leave --which out"),
+        ([*one, "--against", "base"], "--against base: "),
+        ([*one, "--device", "abacus", *_SMALL], f"{checkpoint} cannot be loaded: "),
+        (["young"], "young: it has no checkpoint yet"),
+        ([finished.path, "--which", "7"], "has no checkpoint of that update; it has 1, 2, 3"),
+    ):
+        assert said in refused(capsys, *words)
 
 
-def test_a_damaged_checkpoint_and_a_missing_base_are_refused(
-    finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_checkpoint_and_a_missing_base_are_refused(finished, tmp_path, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(finished.path, copy, ignore=shutil.ignore_patterns("control.sock"))
     [tensors] = (copy / "checkpoints" / "update-000003" / "tensors").glob("*.safetensors")
     tensors.write_bytes(tensors.read_bytes()[:-1])
-    assert "bytes" in refused(capsys, copy, "--out", "d") and not Path("d").exists()
+    assert "bytes" in refused(capsys, copy) and not Path("drawn").exists()
     folder, config = copy / "checkpoints" / "update-000002", copy / "config.yaml"
     write_state(folder, replace(read_state(folder), statement=None))  # as an earlier version did
     (folder / MANIFEST_FILE).unlink()
     write_manifest(folder)
     config.write_text(config.read_text().replace(finished.config.model.path, "/no/such/model"))
-    assert "/no/such/model" in refused(capsys, copy, "--which", "2", "--out", "d")
+    assert "/no/such/model" in refused(capsys, copy, "--which", "2")
 
 
-# ---- the models that are meant ---------------------------------------------------------------------------------------
-
-
-def test_a_run_is_its_base_and_all_its_checkpoints_each_once(finished: Run, checkpoint: str) -> None:
+def test_a_run_is_its_base_and_all_its_checkpoints_each_once(finished, checkpoint):
     labels = ["base", "update-000001", "update-000002", "update-000003"]
     run, last = str(finished.path), str(finished.path / "checkpoints" / "update-000003")
     assert [model.label for model in find_models([run], [])] == labels
@@ -369,16 +294,14 @@ def test_a_run_is_its_base_and_all_its_checkpoints_each_once(finished: Run, chec
     assert [model.label for model in find_models([run], ["2", "base", "last"])] == [labels[2], labels[0], labels[3]]
 
 
-def test_the_base_of_a_run_needs_no_checkpoint(tmp_path: Path) -> None:
+def test_the_base_of_a_run_needs_no_checkpoint(tmp_path):
     trained = trained_run(tmp_path, QWEN_IMAGE)
     shutil.rmtree(trained.run / "checkpoints")
     [base] = find_models([str(trained.run)], ["base"])
     assert (base.label, base.base, base.version) == ("base", tmp_path / "base", 0)
 
 
-def test_runs_from_one_base_are_told_apart_and_their_base_is_drawn_once(
-    finished: Run, lora: Run, drawn: list[str]
-) -> None:
+def test_runs_from_one_base_share_it(finished, lora, drawn):
     models = [model.label for model in find_models([str(finished.path), str(lora.path)], ["base", "last"])]
     full, adapted = f"{finished.path.name}-update-000003", f"{lora.path.name}-update-000003"
     assert models == [f"{finished.path.name}-base", full, adapted]
@@ -387,22 +310,3 @@ def test_runs_from_one_base_are_told_apart_and_their_base_is_drawn_once(
     for run, label in ((finished, full), (lora, adapted)):
         own = pixels(run.path / "samples" / "validation-000003-00.png")
         assert np.array_equal(pixels(out / label / "000-0.png"), own)
-
-
-# ---- its help --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("command", ["sample", "eval"])
-def test_the_examples_of_the_help_are_accepted_and_the_one_that_needs_nothing_works(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
-    examples = re.findall(r"^  omni-async (.+)$", capsys.readouterr().out, flags=re.M)
-    assert len(examples) == 4
-    for example in examples:
-        assert cli._parse(shlex.split(example)).command == command
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    if command == "sample":
-        assert cli.main(shlex.split(examples[0])) == 0
-        assert pixels(Path("drawn/checkpoint/checkpoint/000-0.png")).shape == (64, 64, 3)

@@ -1,5 +1,4 @@
-"""Makes runs with checkpoints of trained weights in seconds, without training: an engine whose weights were moved saves
-them as a trainer does. And computes with exports in another process."""
+"""Makes runs with checkpoints of moved weights, without training, and computes with exports in another process."""
 
 from __future__ import annotations
 
@@ -76,14 +75,12 @@ def first_tensor(output: Any) -> Tensor:
 def trained_run(folder: Path, family: Family, lora: bool = False, **changes: Any) -> Trained:
     """Builds the family's smallest model, and a run of it whose weights have moved."""
     base = family.build(folder / "base")
-    spec = msgspec.to_builtins(family.specs[0])
-    adapters = {"model.lora": LORA | {"target_modules": family.case.targets}} if lora else {}
     keys = {
         "model.pipeline": family.name,
         "model.path": str(base),
-        "sampling": spec,
+        "sampling": msgspec.to_builtins(family.specs[0]),
         "rollout.num_inference_steps": 10,
-        **adapters,
+        **({"model.lora": LORA | {"target_modules": family.case.targets}} if lora else {}),
         **changes,
     }
     run = folder / "runs" / "trained-20260101-120000"

@@ -1,9 +1,8 @@
 """Loads exports as a user of diffusers does, in a process that imports no omni_async, and computes with them.
 
 `python plain.py JOBS COMPAT`: JOBS is a file of torch with a list of {name, code, calls}: `code` makes `pipeline`;
-`calls` are (component, args, kwargs) of its denoisers, or a mapping of arguments for the pipeline itself. Outputs go to
-JOBS with the ending .out. COMPAT is omni_async's compat.py, run as a file of its own: it makes diffusers importable
-where torchvision is built for CUDA and torch is not.
+`calls` are (component, args, kwargs) of its denoisers. Outputs go to JOBS with the ending .out. COMPAT is omni_async's
+compat.py: it makes diffusers importable where torchvision is built for CUDA and torch is not.
 """
 
 import runpy
@@ -28,10 +27,6 @@ def main(jobs: Path, compat: str) -> None:
 
 
 def _output(pipeline: Any, call: Any) -> Any:
-    if isinstance(call, dict):
-        pipeline.set_progress_bar_config(disable=True)
-        generator = torch.Generator().manual_seed(call["seed"])
-        return pipeline(**call["arguments"], generator=generator, output_type="np").images
     component, args, kwargs = call
     output = getattr(pipeline, component)(*args, **kwargs)
     while not isinstance(output, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Tests the command: what it writes, what it refuses, and that whatever ends it leaves nothing half."""
+"""Tests `omni-async export`: its files, its refusals, and that no end leaves half of them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +21,7 @@ from omni_async.checkpoint.folders import write_manifest
 from omni_async.commands.command_line import as_markdown
 from omni_async.commands.export import card, full, how_to_load
 from omni_async.commands.export import folder as export_folder
+from omni_async.commands.export.adapter import FILE, OTHER_TOOLS, Adapter
 from omni_async.commands.export.card import card_of
 from omni_async.commands.export.curves import plot_curves
 from omni_async.config import ConfigError
@@ -30,14 +29,13 @@ from omni_async.training.loading import open_tensors
 from tests.commands.export.export_world import (
     VERSION,
     Trained,
-    computed_elsewhere,
     exported,
     refused,
     trained_run,
     write_checkpoint,
 )
+from tests.config.test_writing import largest_file
 from tests.pipelines.families import QWEN_IMAGE
-from tests.support.job_world import ENVIRONMENT, run, write_recipe
 from tests.support.places import ROOT
 from tests.training.training_world import trainable
 
@@ -56,11 +54,16 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return trained_run(tmp_path_factory.mktemp("lora"), QWEN_IMAGE, lora=True)
 
 
+@pytest.fixture
+def copied(lora: Trained, tmp_path: Path) -> Path:
+    return shutil.copytree(lora.run, tmp_path / lora.run.name)
+
+
 def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_what_was_not_trained_is_the_base_models_and_no_file_is_a_link(trained: Trained, tmp_path: Path) -> None:
+def test_the_rest_is_the_base_models_and_no_file_is_a_link(trained, tmp_path):
     base = Path(trained.config.model.path)
     for name in ("README.md", "all.safetensors", ".hidden", "transformer/diffusion_pytorch_model.fp16.safetensors"):
         (base / name).write_text("of the base model")
@@ -68,56 +71,59 @@ def test_what_was_not_trained_is_the_base_models_and_no_file_is_a_link(trained: 
     before = files(base)
     exported(trained.run, "--out", tmp_path / "out")
     made = files(tmp_path / "out")
-    own = {"README.md", "recipe.yaml"}
-    assert before.keys() - made.keys() == {
-        *("all.safetensors", ".hidden", "transformer/diffusion_pytorch_model.fp16.safetensors")
-    }, "weights before training would be loaded by name"
+    unused = {"all.safetensors", ".hidden", "transformer/diffusion_pytorch_model.fp16.safetensors"}
+    assert before.keys() - made.keys() == unused, "weights before training would be loaded by name"
     changed = {name for name in made if made[name] != before.get(name)}
-    assert changed == {*own, "transformer/diffusion_pytorch_model.safetensors"}
+    assert changed == {"README.md", "recipe.yaml", "transformer/diffusion_pytorch_model.safetensors"}
     assert not any(path.is_symlink() or path.stat().st_nlink > 1 for path in (tmp_path / "out").rglob("*.safetensors"))
     assert files(base) == before
     exported(trained.run, "--link", "--out", tmp_path / "linked")
-    assert (tmp_path / "linked/vae/diffusion_pytorch_model.safetensors").samefile(
-        base / "vae/diffusion_pytorch_model.safetensors"
-    )
+    vae = "vae/diffusion_pytorch_model.safetensors"
+    assert (tmp_path / "linked" / vae).samefile(base / vae)
 
 
-def test_large_weights_are_cut_into_files_with_an_index(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def held_by(trained: Trained) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("transformer."): one for name, one in trainable(trained.engine).items()}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "transformer/diffusion_pytorch_model.safetensors")
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(one, wanted[name]) for name, one in found.items())
+
+
+def test_large_weights_are_cut_into_files_with_an_index(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(full, "_LARGEST_FILE", "100KB")
     exported(trained.run, "--out", tmp_path / "out")
     index = json.loads((tmp_path / "out/transformer/diffusion_pytorch_model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
-    found = {f"transformer.{name}": one[...] for name, one in open_tensors(tmp_path / "out/transformer").items()}
-    held = trainable(trained.engine)
-    assert found.keys() == held.keys() and all(torch.equal(found[name], held[name]) for name in held)
+    found = {name: one[...] for name, one in open_tensors(tmp_path / "out/transformer").items()}
+    assert same(found, held_by(trained))
 
 
-def test_weights_are_stored_as_the_base_stores_them_unless_another_dtype_is_asked_for(tmp_path: Path) -> None:
+def test_weights_have_the_bases_dtype_unless_another_is_named(tmp_path):
     trained = trained_run(tmp_path / "run", QWEN_IMAGE)
-    path = Path(trained.config.model.path) / "transformer/diffusion_pytorch_model.safetensors"
-    base = {name: one.bfloat16() for name, one in load_file(path).items()}
-    save_file(base, path, {"format": "pt"})
+    base = Path(trained.config.model.path)
+    path = base / "transformer/diffusion_pytorch_model.safetensors"
+    save_file({name: one.bfloat16() for name, one in weights(base).items()}, path, {"format": "pt"})
     write_checkpoint(trained.run, trained.config, trained.engine)  # which states that base
-    held = trainable(trained.engine)
     for more, dtype in (([], torch.bfloat16), (["--dtype", "float32"], torch.float32)):
         out = tmp_path / str(dtype)
         exported(trained.run, "--out", out, *more)
-        found = load_file(out / "transformer/diffusion_pytorch_model.safetensors")
-        assert all(torch.equal(one, held[f"transformer.{name}"].to(dtype)) for name, one in found.items())
+        assert same(weights(out), {name: one.to(dtype) for name, one in held_by(trained).items()})
 
 
-def test_the_policy_that_drew_is_exported_unless_another_is_asked_for(tmp_path: Path) -> None:
-    name = {"name": "diffusion_nft", "rollout.sde": None}
-    trained = trained_run(tmp_path / "run", QWEN_IMAGE, **name)
+def test_the_policy_that_generated_is_exported_unless_another_is_named(tmp_path):
+    trained = trained_run(tmp_path / "run", QWEN_IMAGE, **{"name": "diffusion_nft", "rollout.sde": None})
     (trained.run / "metrics.jsonl").write_text(json.dumps({"update": VERSION, "validation/reward": 0.625}) + "\n")
-    old = {n.removeprefix("old."): t for n, t in trained.engine._model.auxiliary.tensors().items()}
-    for more, held in (([], old), (["--policy", "trained"], trainable(trained.engine))):
+    auxiliary = trained.engine._model.auxiliary.tensors()
+    old = {name.removeprefix("old.transformer."): one for name, one in auxiliary.items()}
+    for more, held in (([], old), (["--policy", "trained"], held_by(trained))):
         out = tmp_path / f"out{len(more)}"
         exported(trained.run, "--out", out, *more)
-        found = load_file(out / "transformer/diffusion_pytorch_model.safetensors")
-        assert all(torch.equal(one, held[f"transformer.{key}"]) for key, one in found.items())
+        assert same(weights(out), held)
         assert ("0.625" in (out / "README.md").read_text()) is (held is old), "the old policy was validated"
 
 
@@ -126,7 +132,7 @@ def front_matter(folder: Path) -> dict[str, Any]:
     return matter
 
 
-def test_the_card_says_what_hubs_and_people_ask(trained: Trained, lora: Trained, tmp_path: Path) -> None:
+def test_the_card(trained, lora, tmp_path):
     card = Path(trained.config.model.path) / "README.md"
     card.write_text("---\nlicense: other\nlicense_name: a-licence\nlicense_link: LICENSE.md\ntags: [x]\n---\n# Base\n")
     metrics = [{"update": n, "reward": 0.1 * n, "finished": 1.0} for n in range(1, 4)]
@@ -164,39 +170,39 @@ def test_the_card_says_what_hubs_and_people_ask(trained: Trained, lora: Trained,
         ("---\na: &a [x, x, x, x, x, x, x, x]\n" + BOMB + "---\n", {}),
     ],
 )
-def test_a_base_models_card_is_read_where_hubs_read_it(text: str, found: dict[str, Any], tmp_path: Path) -> None:
+def test_a_base_models_card_is_read_where_hubs_read_it(text, found, tmp_path):
     (tmp_path / "README.md").write_text(text)
     assert card_of(tmp_path) == found
 
 
-@pytest.mark.parametrize("base", ["quickstart/checkpoint", "quickstart/video/checkpoint"])
-def test_models_of_the_repository_have_its_licence(base: str) -> None:
-    assert card_of(ROOT / "recipes" / base)["license"] == "apache-2.0"
+def test_models_of_the_repository_have_its_licence():
+    for base in ("quickstart/checkpoint", "quickstart/video/checkpoint"):
+        assert card_of(ROOT / "recipes" / base)["license"] == "apache-2.0"
 
 
-def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
-    trained: Trained, lora: Trained, tmp_path: Path, capsys: Capture
-) -> None:
+def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(trained, lora, tmp_path, capsys):
     out = tmp_path / "new" / "out"
-    assert "trained all weights and has no adapters" in refused(capsys, trained.run, "--lora", "--out", out)
-    assert "there are no adapters" in refused(capsys, trained.run, "--merged", "--out", out)
-    assert "has no checkpoint of that update; it has 3" in refused(capsys, trained.run, "--which", "7", "--out", out)
-    assert "has no 'ema' policy" in refused(capsys, trained.run, "--policy", "ema", "--out", out)
-    assert "there is no folder" in refused(capsys, trained.run, "--base", tmp_path / "gone", "--out", out)
     other = QWEN_IMAGE.build(tmp_path / "deeper")
     path = Path(other) / "transformer/diffusion_pytorch_model.safetensors"
     save_file({name: one[:1].clone() if one.ndim else one for name, one in load_file(path).items()}, path)
-    for one in (trained, lora):
-        more = ["--merged"] if one is lora else []
-        assert "it is another base model" in refused(capsys, one.run, *more, "--base", other, "--out", out)
     half = shutil.copytree(trained.run, tmp_path / "half")
     shard = next((half / "checkpoints").rglob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    assert "bytes" in refused(capsys, half, "--out", out)
+    for words, said in (
+        ([trained.run, "--lora"], "trained all weights and has no adapters"),
+        ([trained.run, "--merged"], "there are no adapters"),
+        ([trained.run, "--which", "7"], "has no checkpoint of that update; it has 3"),
+        ([trained.run, "--policy", "ema"], "has no 'ema' policy"),
+        ([trained.run, "--base", tmp_path / "gone"], "there is no folder"),
+        ([trained.run, "--base", other], "it is another base model"),
+        ([lora.run, "--merged", "--base", other], "it is another base model"),
+        ([half], "bytes"),
+    ):
+        assert said in refused(capsys, *words, "--out", out)
     assert not out.parent.exists()
 
 
-def test_a_folder_that_exists_is_left_as_it_is(trained: Trained, tmp_path: Path, capsys: Capture) -> None:
+def test_a_folder_that_exists_is_left_as_it_is(trained, tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("x")
@@ -208,28 +214,21 @@ def test_a_folder_that_exists_is_left_as_it_is(trained: Trained, tmp_path: Path,
     assert {path.name for path in tmp_path.rglob("*")} == {"out", "precious", "dangling", "file"}
 
 
-@pytest.mark.slow
-def test_a_disk_without_room_is_refused_before_and_while_it_is_written(
-    trained: Trained, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_is_refused(trained, tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as little:
         little.setattr(export_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=50))
         assert "50 bytes are free" in refused(capsys, trained.run, "--out", tmp_path / "out")
-        weights = sum(one.nbytes for one in trainable(trained.engine).values())
-        little.setattr(export_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=weights))
+        nbytes = sum(one.nbytes for one in trainable(trained.engine).values())
+        little.setattr(export_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=nbytes))
         refused(capsys, trained.run, "--out", tmp_path / "out")
         exported(trained.run, "--link", "--out", tmp_path / "out")
         shutil.rmtree(tmp_path / "out")
-    limit = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (200_000, 200_000)); from omni_async import cli"
-    command = f"{limit}; cli.main(['export', {str(trained.run)!r}, '--out', {str(tmp_path / 'out')!r}])"
-    done = subprocess.run([sys.executable, "-c", command], env=ENVIRONMENT, capture_output=True, text=True)
-    assert os.strerror(errno.EFBIG) in done.stderr and done.stderr.count("\n") == 1
+    with largest_file(200_000):
+        assert os.strerror(errno.EFBIG) in refused(capsys, trained.run, "--out", tmp_path / "out")
     assert [*tmp_path.iterdir()] == []
 
 
-def test_what_a_killed_export_left_is_named_and_nothing_there_is_emptied(
-    lora: Trained, tmp_path: Path, capsys: Capture
-) -> None:
+def test_leftovers_of_a_killed_export_are_named_and_kept(lora, tmp_path, capsys):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "file").write_text("kept")
     (tmp_path / ".out.partial").symlink_to("precious")
@@ -243,15 +242,14 @@ def test_what_a_killed_export_left_is_named_and_nothing_there_is_emptied(
 
 
 @pytest.mark.parametrize("name", ["checkpoints", f"checkpoints/update-{VERSION:06d}"])
-def test_checkpoints_behind_a_link_are_not_exported(lora: Trained, tmp_path: Path, capsys: Capture, name: str) -> None:
-    run = shutil.copytree(lora.run, tmp_path / lora.run.name)
-    (run / name).rename(tmp_path / "elsewhere")
-    (run / name).symlink_to(tmp_path / "elsewhere")
-    assert "its checkpoints are links" in refused(capsys, run, "--out", tmp_path / "out")
+def test_checkpoints_behind_a_link_are_not_exported(copied, tmp_path, capsys, name):
+    (copied / name).rename(tmp_path / "elsewhere")
+    (copied / name).symlink_to(tmp_path / "elsewhere")
+    assert "its checkpoints are links" in refused(capsys, copied, "--out", tmp_path / "out")
 
 
 @pytest.mark.parametrize("made", ["folder", "file", "link"])
-def test_what_appeared_at_the_path_meanwhile_is_not_replaced(tmp_path: Path, made: str) -> None:
+def test_a_path_taken_meanwhile_is_not_replaced(tmp_path, made):
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match="exists; name a folder"), export_folder.whole_folder(out, 0):
         if made == "link":
@@ -262,22 +260,22 @@ def test_what_appeared_at_the_path_meanwhile_is_not_replaced(tmp_path: Path, mad
 
 
 @pytest.mark.parametrize("name", ["n" * 255, "ü" * 127])
-def test_a_name_as_long_as_names_can_be_is_written(tmp_path: Path, name: str) -> None:
-    whole, refusal = export_folder.whole_folder, pytest.raises(ConfigError, match="another export")
-    with whole(tmp_path / name, 0) as folder, refusal, whole(tmp_path / name, 0):
-        pass
-    assert [*tmp_path.iterdir()] == [tmp_path / name] and not folder.exists()
+def test_a_name_as_long_as_names_can_be_is_written_once(trained, tmp_path, capsys, name):
+    with export_folder.whole_folder(tmp_path / name, 0) as folder:
+        (folder / "first").touch()
+        assert "another export is writing" in refused(capsys, trained.run, "--out", tmp_path / name)
+    assert [*tmp_path.rglob("*")] == [tmp_path / name, tmp_path / name / "first"]
 
 
-def test_an_export_is_not_written_into_what_it_is_made_of(lora: Trained, capsys: Capture) -> None:
-    for folder in (Path(lora.config.model.path), next((lora.run / "checkpoints").iterdir())):
+def test_an_export_is_not_written_into_its_inputs(lora, capsys):
+    checkpoints = lora.run / "checkpoints"
+    for folder in (Path(lora.config.model.path), next(checkpoints.iterdir()), checkpoints):
         assert "which this command reads" in refused(capsys, lora.run, "--out", folder / "out")
         assert not (folder / "out").exists()
-    assert "which this command reads" in refused(capsys, lora.run, "--out", lora.run / "checkpoints" / "update-000099")
 
 
-def changed_tensors(run: Path, change: Any) -> Path:
-    """Changes the tensors of a run's checkpoint and their metadata, and vouches for them; returns the checkpoint."""
+def changed_tensors(run: Path, change: Any) -> None:
+    """Changes the tensors of a run's checkpoint and their metadata, and vouches for them."""
     folder = next((run / "checkpoints").iterdir())
     for file in folder.rglob("*.safetensors"):
         with safe_open(file, "pt") as opened:
@@ -286,11 +284,9 @@ def changed_tensors(run: Path, change: Any) -> Path:
         save_file(made, file, told)
     (folder / "manifest.json").unlink()
     write_manifest(folder)
-    return folder
 
 
-def test_names_of_tensors_lead_no_file_out_of_the_export(lora: Trained, tmp_path: Path, capsys: Capture) -> None:
-    run = shutil.copytree(lora.run, tmp_path / lora.run.name)
+def test_names_of_tensors_lead_no_file_out_of_the_export(copied, tmp_path, capsys):
     evil = str(tmp_path / "evil")
 
     def rename(tensors: dict[str, Any], about: dict[str, str]) -> Any:
@@ -299,44 +295,43 @@ def test_names_of_tensors_lead_no_file_out_of_the_export(lora: Trained, tmp_path
         about = {key: value.replace(json.dumps(name), json.dumps(other)) for key, value in about.items()}
         return {other if key == name else key: one for key, one in tensors.items()}, about
 
-    changed_tensors(run, rename)
-    assert f"it has tensors of {evil!r}" in refused(capsys, run, "--out", tmp_path / "out")
-    assert {path.name for path in tmp_path.iterdir()} == {run.name}
+    changed_tensors(copied, rename)
+    assert f"it has tensors of {evil!r}" in refused(capsys, copied, "--out", tmp_path / "out")
+    assert [*tmp_path.iterdir()] == [copied]
 
 
-def test_weights_that_are_no_numbers_are_reported(lora: Trained, tmp_path: Path, capsys: Capture) -> None:
-    run = shutil.copytree(lora.run, tmp_path / lora.run.name)
-
+def test_weights_that_are_no_numbers_are_reported(copied, tmp_path, capsys):
     def spoil(tensors: dict[str, Any], about: dict[str, str]) -> Any:
         name = min(name for name in tensors if name.startswith("model."))
         return tensors | {name: torch.full_like(tensors[name], torch.nan)}, about
 
-    changed_tensors(run, spoil)
-    exported(run, "--out", tmp_path / "out")
+    changed_tensors(copied, spoil)
+    exported(copied, "--out", tmp_path / "out")
     assert "1 trained tensors hold NaN or infinity, transformer." in capsys.readouterr().err
+
+
+INDEX = "transformer/diffusion_pytorch_model.safetensors.index.json"
 
 
 @pytest.mark.parametrize(
     ("file", "content"),
     [
-        ("transformer/diffusion_pytorch_model.safetensors.index.json", "{}"),
-        ("transformer/diffusion_pytorch_model.safetensors.index.json", '{"weight_map": [1]}'),
-        ("transformer/diffusion_pytorch_model.safetensors.index.json", '{"weight_map": {"a": 1}}'),
-        ("transformer/diffusion_pytorch_model.safetensors.index.json", '{"weight_map": {"a": "../vae/x"}}'),
+        (INDEX, "{}"),
+        (INDEX, '{"weight_map": [1]}'),
+        (INDEX, '{"weight_map": {"a": 1}}'),
+        (INDEX, '{"weight_map": {"a": "../vae/x"}}'),
         ("model_index.json", '{"..": ["diffusers", "x"]}'),
         ("model_index.json", '{"/tmp": ["diffusers", "x"]}'),
     ],
 )
-def test_an_index_names_files_beside_it(
-    lora: Trained, tmp_path: Path, capsys: Capture, file: str, content: str
-) -> None:
+def test_an_index_names_no_file_elsewhere(lora, tmp_path, capsys, file, content):
     base = shutil.copytree(lora.config.model.path, tmp_path / "base")
     (base / file).write_text(content)
     assert file in refused(capsys, lora.run, "--merged", "--base", base, "--out", tmp_path / "out")
-    assert {path.name for path in tmp_path.iterdir()} == {"base"}
+    assert [*tmp_path.iterdir()] == [base]
 
 
-def test_texts_on_a_card_are_no_markup_and_paths_no_code(tmp_path: Path) -> None:
+def test_texts_on_a_card_are_no_markup_and_paths_no_code(tmp_path):
     assert as_markdown("a\n---\n<img src=x>|![a](b) `c` \\[d](e)") == (
         "a --- \\<img src=x>\\|!\\[a](b) \\`c\\` \\\\\\[d](e)"
     )
@@ -345,46 +340,41 @@ def test_texts_on_a_card_are_no_markup_and_paths_no_code(tmp_path: Path) -> None
         assert ast.literal_eval(how_to_load._quoted(path)) == path
 
 
-def test_numbers_that_no_axis_has_are_not_drawn(tmp_path: Path) -> None:
+def test_numbers_that_no_axis_has_are_not_drawn(tmp_path):
     updates = [{"update": n, "reward": value} for n, value in enumerate((0.5, 1e300, 10**400, True, "x", None))]
     assert plot_curves(tmp_path / "curves.png", updates, [], 1)
     assert not plot_curves(tmp_path / "none.png", updates[1:], [], 1)
     assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
 
 
-def test_of_two_exports_to_one_folder_the_second_is_refused_and_the_first_is_whole(
-    trained: Trained, tmp_path: Path, capsys: Capture
-) -> None:
-    with export_folder.whole_folder(tmp_path / "out", 0) as folder:
-        (folder / "first").touch()
-        refusal = refused(capsys, trained.run, "--out", tmp_path / "out")
-        assert "another export is writing" in refusal
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "first"]
+class Layers:
+    components = ("transformer",)
+
+    def __init__(self, *layers: str) -> None:
+        self._names = [f"{layer}.lora_{matrix}.weight" for layer in layers for matrix in "AB"]
+
+    def names(self, component: str) -> list[str]:
+        return self._names
+
+    def read(self, component: str) -> dict[str, torch.Tensor]:
+        return {name: torch.full((2, 2), 3.0) for name in self._names}
 
 
-@pytest.mark.slow
-def test_a_real_run_that_was_resumed_keeps_its_best_and_its_export_draws_what_its_weights_draw(tmp_path: Path) -> None:
-    import diffusers
+RENAMED = [(r"blocks\.(\d+)\.to_q", r"double_blocks.\1.q")]
 
-    base = QWEN_IMAGE.build(tmp_path / "base")
-    recipe = write_recipe(tmp_path / "job", base)
-    prompts = f"{{every: 1, prompts: {recipe.parent / 'prompts.txt'}, num_inference_steps: 4}}"
-    keys = (f"validation={prompts}", "checkpoint.keep=1", "checkpoint.every=50")
-    first = run(recipe, *keys, "trainer.updates=3")
-    made = run(recipe, *keys, "trainer.updates=6", f"checkpoint.resume={first.path}")
-    rewards = {line["update"]: line["validation/reward"] for line in made.validation if line["update"]}
-    assert sorted(rewards) == [1, 2, 3, 4, 5, 6]
-    best = max(rewards, key=lambda version: (rewards[version], version))
-    code = exported(made.path, "--which", "best", "--out", tmp_path / "out")
-    assert f"update-{best:06d}" in {path.name for path in (made.path / "checkpoints").iterdir()}
 
-    pipeline = diffusers.QwenImagePipeline.from_pretrained(base)
-    weights = made.weights(best)
-    pipeline.transformer.load_state_dict({name.removeprefix("transformer."): one for name, one in weights.items()})
-    arguments = {"prompt": "the digit 7", "height": 32, "width": 32, "num_inference_steps": 3, "true_cfg_scale": 1.0}
-    generator = torch.Generator().manual_seed(5)
-    pipeline.set_progress_bar_config(disable=True)
-    wanted = pipeline(**arguments, generator=generator, output_type="np").images
-    call = {"arguments": arguments, "seed": 5}
-    (found,) = computed_elsewhere(tmp_path, [{"name": "run", "code": code, "calls": [call]}])["run"]
-    assert (found == wanted).all()
+@pytest.mark.parametrize(
+    ("layers", "found"),
+    [
+        (("blocks.0.to_q", "blocks.7.to_q"), {"double_blocks.0.q", "double_blocks.7.q"}),
+        (("blocks.0.to_q", "blocks.0.to_k"), None),  # a file that lacks a layer would be loaded in silence
+    ],
+)
+def test_names_for_comfyui_are_of_all_layers_or_of_none(tmp_path, layers, found):
+    Adapter(Layers(*layers), 0.5, RENAMED, None).write(tmp_path, lambda nbytes: None)  # type: ignore[arg-type]
+    written = load_file(tmp_path / FILE)
+    assert {name.rpartition("lora_")[2] for name in written} == {"A.weight", "B.weight"}
+    assert {float(one.mean()) for name, one in written.items() if ".lora_B." in name} == {1.5}
+    other = tmp_path / OTHER_TOOLS / "transformer.safetensors"
+    assert other.exists() == (found is not None)
+    assert found is None or {name.partition(".lora_")[0] for name in load_file(other)} == found

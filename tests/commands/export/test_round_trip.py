@@ -1,5 +1,4 @@
-"""Tests that what is exported computes what the trainer computes, for every family: loaded by diffusers alone, as the
-command's last line says, in a process that imports no omni_async."""
+"""Tests that diffusers alone, loading an export as its last line shows, computes what the trainer computes."""
 
 from __future__ import annotations
 
@@ -13,15 +12,13 @@ from omni_async.plugins.families import find_family
 from tests.commands.export.export_world import computed_elsewhere, exported, trained_run
 from tests.pipelines.families import FAMILIES, Family
 
-# Largest difference to the trainer's own denoisers: another process may add in another order, as adapters do. That
-# whole weights are equal to the bit is tested by the command's own tests.
-MOST = {"full": 1e-5, "adapters": 1e-5, "merged": 1e-5, "for ComfyUI": 1e-5}
+MOST = 1e-5  # between processes, which may add in another order, as adapters do
+KINDS = ("full", "adapters", "merged", "for ComfyUI")
 
 
 @pytest.fixture(scope="module")
 def outputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Returns (what the trainer computes, what diffusers computes of the export) by family and kind of export, of the
-    families that are tested in this session."""
+    """Returns the trainer's outputs and diffusers', by family and kind of export, of the families in this session."""
     folder = tmp_path_factory.mktemp("exports")
     here = [item for item in request.session.items if item.path == request.path]
     tested = {item.callspec.params["family"].label for item in here if hasattr(item, "callspec")}
@@ -53,14 +50,11 @@ def _exports(folder: Path, family: Family) -> Any:
 @pytest.mark.slow
 @pytest.mark.sliced(floor=2)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.label)
-def test_an_export_computes_what_the_trainer_does(outputs: dict[str, Any], family: Family) -> None:
-    kinds = [kind for kind in MOST if kind != "for ComfyUI" or find_family(family.name).comfyui_layers]
-    for kind in kinds:
+def test_an_export_computes_what_the_trainer_does(outputs, family):
+    for kind in KINDS[: None if find_family(family.name).comfyui_layers else -1]:
         expected, found = outputs[f"{family.label} {kind}"]
         assert len(expected) == len(found) >= 2
         for one, other in zip(expected, found, strict=True):
-            torch.testing.assert_close(
-                other, one, rtol=0, atol=MOST[kind], msg=lambda text, kind=kind: f"{kind}: {text}"
-            )
+            torch.testing.assert_close(other, one, rtol=0, atol=MOST, msg=f"{kind}: {{}}".format)
     full, adapters = (outputs[f"{family.label} {kind}"][1] for kind in ("full", "adapters"))
     assert not torch.allclose(full[0], adapters[0], atol=0.01), "weights that moved otherwise"

@@ -1,5 +1,4 @@
-"""Defines judges that recipes name as `tests.commands.scoring.judges:Red` and so on; `calls` counts the samples they
-were asked for."""
+"""Judges that recipes name, such as `tests.commands.scoring.judges:Red`; `calls` has the prompts of their samples."""
 
 from __future__ import annotations
 
@@ -8,12 +7,15 @@ import signal
 import threading
 from typing import Any
 
+import numpy as np
+
 from omni_async.media import Media
 from omni_async.rewards.base import ScoreError
 from omni_async.types import Prompt, Score
 from tests.support.patience import PATIENCE
 
 calls: list[Any] = []
+impatient: list[int] = []  # `Brightness` presses Ctrl-C, in place of the user, when it has been asked so often
 recorded, over = threading.Event(), threading.Event()  # for `Impatient`: it may press Ctrl-C, and the program has ended
 
 
@@ -79,8 +81,6 @@ class Exact(Red):
 
 
 class Lower(Exact):
-    """Another scorer, whose values are other ones."""
-
     def _score(self, one: Media, prompt: Prompt) -> Score:
         return Score(-super()._score(one, prompt).value)
 
@@ -89,3 +89,22 @@ class Demanding(Red):
     @staticmethod
     def check_prompt(prompt: Prompt, params: dict[str, Any]) -> str | None:
         return None if prompt.target else "the prompt has no target"
+
+
+class Brightness:
+    """Scores the mean of all pixels, and cannot score the prompt `unlucky`."""
+
+    name = "brightness"
+    accepts = ("image",)
+
+    def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score | ScoreError]:
+        calls.extend(prompts)
+        if len(calls) in impatient:
+            os.kill(os.getpid(), signal.SIGINT)
+        return [self._score(one, prompt) for one, prompt in zip(media, prompts, strict=True)]
+
+    def _score(self, one: Media, prompt: Prompt) -> Score | ScoreError:
+        if prompt.text == "unlucky":
+            return ScoreError("it is unlucky")
+        pixels = np.asarray(one.image, np.float64)
+        return Score(float(pixels.mean()), {"red": float(pixels[0].mean())}, prompt.target)

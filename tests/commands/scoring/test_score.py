@@ -1,4 +1,4 @@
-"""Tests `omni-async score`: what it finds, what it says of a reward, what becomes of files that fail."""
+"""Tests `omni-async score`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import csv
 import json
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from msgspec.structs import replace
@@ -60,9 +58,10 @@ def draw(folder: str, *reds: int) -> list[Path]:
     return files
 
 
-def scored(*words: str, code: int = 0) -> dict[str, Any]:
-    """Returns the JSON of `omni-async score`, which ends with this exit code."""
-    assert cli.main(["score", "recipe.yaml", *words, "--json", "found.json"]) == code
+def scored(*words: str, judge: str = "", code: int = 0) -> dict[str, Any]:
+    """Returns the JSON of `omni-async score`, which ends with this exit code; `judge` replaces the recipe's."""
+    judges_ = [f"reward.scorers=[{{name: '{JUDGES}:{judge}'}}]"] if judge else []
+    assert cli.main(["score", "recipe.yaml", *words, *judges_, "--json", "found.json"]) == code
     found: dict[str, Any] = json.loads(Path("found.json").read_text())
     return found
 
@@ -73,10 +72,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return line.removeprefix("omni-async: ")
 
 
-# ---- what it says ----------------------------------------------------------------------------------------------------
-
-
-def test_a_folder_is_scored_as_the_recipe_says_and_shown_with_its_parts_extremes_and_histogram(capsys):
+def test_a_folder_is_scored_and_shown_with_extremes(capsys):
     files = draw("images", 10, 20, 30, 40)
     files[1].with_suffix(".txt").write_text("a  cat\nasleep\n")
     files[2].with_suffix(".json").write_text('{"prompt": "a dog", "target": "WOOF", "style": "ink"}')
@@ -103,21 +99,16 @@ def test_the_histogram_counts_every_value_once():
     assert histogram([3.0, 3.0])[0].split()[-1] == "2"
 
 
-def test_repetitions_tell_the_judges_own_noise_from_what_differs_between_samples(tmp_path, capsys):
-    write_world(tmp_path, reward=reward("Moody"))
+def test_repetitions_measure_the_judges_own_noise(capsys):
     draw("images", 10, 30)
-    found = scored("images", "--repeat", "4")
+    found = scored("images", "--repeat", "4", judge="Moody")
     statistics = found["statistics"]["reward"]
     assert statistics["own"] == pytest.approx(math.sqrt(4 / 3))
     assert (statistics["mean"], statistics["std"]) == (20, pytest.approx(math.sqrt(200)))
     assert [row["reward_std"] for row in found["rows"]] == pytest.approx([math.sqrt(4 / 3)] * 2)
     assert "std between samples 14.14, the judge's own 1.155, 0.082 of it" in capsys.readouterr().out
-
-
-def test_a_judge_that_says_the_same_again_has_no_noise_of_its_own():
-    draw("images", 1, 30)
-    found = scored("images", "--repeat", "3", "reward.scorers.0.params.scale=0.1")
-    assert found["statistics"]["reward"]["own"] == 0.0
+    steady = scored("images", "--repeat", "3", "reward.scorers.0.params.scale=0.1")
+    assert steady["statistics"]["reward"]["own"] == 0.0
 
 
 def test_rows_are_written_as_csv_and_parquet_and_extremes_as_a_grid():
@@ -134,12 +125,12 @@ def test_rows_are_written_as_csv_and_parquet_and_extremes_as_a_grid():
         assert not (reds == (30, 0, 0)).all(axis=1).any()
 
 
-def test_what_was_scored_is_written_even_if_nobody_reads_the_output_on(monkeypatch):
+def test_results_are_written_even_if_nobody_reads_the_output(monkeypatch):
     draw("images", 10, 20, 30)
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w", buffering=1) as nobody, monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", nobody)
+        patched.setattr("sys.stdout", nobody)
         with contextlib.suppress(SystemExit):  # of rich
             cli.main(["score", "recipe.yaml", "images", "--out", "rows.csv", "--grid", "grid.png"])
         with contextlib.suppress(BrokenPipeError):
@@ -150,7 +141,7 @@ def test_what_was_scored_is_written_even_if_nobody_reads_the_output_on(monkeypat
 
 
 @pytest.mark.parametrize("full", ["--json", "--out", "--grid"])
-def test_a_file_that_finds_no_space_is_one_line_and_costs_nothing_else(full, capsys):
+def test_a_full_file_is_one_line_and_costs_nothing_else(full, capsys):
     draw("images", 10, 20)
     files = {"--json": "found.json", "--out": "rows.csv", "--grid": "grid.png"}
     Path(files[full]).symlink_to("/dev/full")  # a device that can be opened, and takes no byte
@@ -162,10 +153,7 @@ def test_a_file_that_finds_no_space_is_one_line_and_costs_nothing_else(full, cap
     assert all(Path(name).stat().st_size > 0 for option, name in files.items() if option != full)
 
 
-# ---- what it finds ---------------------------------------------------------------------------------------------------
-
-
-def test_a_folder_may_have_a_prompt_file_and_a_sidecar_comes_before_it(capsys):
+def test_a_sidecar_comes_before_the_folders_prompt_file(capsys):
     files = draw("images", 1, 2, 3)
     Path("images/prompts.txt").write_text("one\ntwo\nthree\n")
     files[1].with_suffix(".txt").write_text("own")
@@ -176,39 +164,15 @@ def test_a_folder_may_have_a_prompt_file_and_a_sidecar_comes_before_it(capsys):
     )
 
 
-ROWS: list[dict[str, Any]] = [
-    {"prompt": "a", "target": "A", "image": "images/010.png", "style": "ink", "metadata": {"n": [1]}},
-    {"prompt": "b", "target": None, "image": "images/020.png", "style": None, "metadata": None},
-]
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
-def test_a_table_names_media_prompts_targets_and_metadata(kind):
-    draw("images", 10, 20)
-    table = Path(f"table.{kind}")
-    if kind == "jsonl":
-        table.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    elif kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(ROWS), table)
-    else:
-        with table.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*ROWS[0]])
-            writer.writeheader()
-            writer.writerows({**row, "metadata": row["metadata"] and json.dumps(row["metadata"])} for row in ROWS)
-    assert [row["reward"] for row in scored(str(table))["rows"]] == [10, 20]
-    assert judges.calls == [Prompt(0, "a", "A", {"style": "ink", "n": [1]}), Prompt(1, "b")]
-
-
-def test_the_table_that_a_run_writes_beside_its_media_gives_back_its_prompts(tmp_path):
+def test_a_runs_table_gives_back_its_prompts(tmp_path):
     run, samples = tmp_path / "run", tmp_path / "run" / "samples"
     samples.mkdir(parents=True)
     (run / "config.yaml").touch()
     carried = find_samples(draw("images", 7), 100)[0].files["image"].resolve()
     prompts = [Prompt(0, "a cat", "MEOW", {"metadata": 1, "video": 2, "reward": 3}), Prompt(1, "a dog", images=())]
     with_image = replace(prompts[1], images=(PromptImage(str(carried), "digest"),))
-    film = Media(
-        video=np.full((3, 3, 32, 32), 9, np.uint8), fps=8, audio=np.zeros((2, 8000), np.float32), sample_rate=8000
-    )
+    sound = np.zeros((2, 8000), np.float32)
+    film = Media(video=np.full((3, 3, 32, 32), 9, np.uint8), fps=8, audio=sound, sample_rate=8000)
     media = [Media(image=np.full((3, 4, 4), 5, np.uint8)), film]
     draw("run/samples", 1)[0].rename(samples / "train-000001.png")  # the grid, which is no sample
     rows = [
@@ -240,10 +204,7 @@ def test_the_table_that_a_run_writes_beside_its_media_gives_back_its_prompts(tmp
         (["images", "--grid", "grid.what"], "--grid: expected an image file, such as grid.png, got grid.what"),
         (["images", "--json", "images"], "--json: cannot write images: Is a directory"),
         (["images", "reward.scorers=[]"], "recipe.yaml: reward.scorers: required, at least one"),
-        (
-            ["images", "reward.scorers=[{name: motion_smoothness}]"],
-            "reward.scorers.0: scorer 'motion_smoothness' accept",
-        ),
+        (["images", "reward.scorers=[{name: motion_smoothness}]"], "reward.scorers.0: scorer 'motion_smoothness' acc"),
         (["images", "reward.timeout_s=0"], "recipe.yaml: reward.timeout_s: "),
     ],
 )
@@ -258,10 +219,7 @@ def test_wrong_arguments_are_refused_in_one_line(words, said, capsys):
     assert not judges.calls
 
 
-# ---- what cannot be scored -------------------------------------------------------------------------------------------
-
-
-def test_a_file_that_cannot_be_scored_is_a_row_with_its_error_and_its_neighbours_have_scores(capsys):
+def test_a_file_that_cannot_be_scored_is_a_row_with_its_error(capsys):
     draw("images", 10, 13, 30)
     Path("images/020.png").write_bytes(b"no image")
     Path("images/040.mp4").write_bytes(b"no video")
@@ -275,7 +233,7 @@ def test_a_file_that_cannot_be_scored_is_a_row_with_its_error_and_its_neighbours
     assert sum(prompt.index == 1 for prompt in judges.calls) >= 2, "and once more"
 
 
-def test_a_sample_that_an_optional_scorer_failed_is_left_out_and_not_compared_with_a_reward_of_fewer_scorers(capsys):
+def test_a_sample_that_an_optional_scorer_failed_is_left_out(capsys):
     draw("images", 10, 13, 30)
     judges_ = f"{{name: '{JUDGES}:Steady'}}, {{name: '{JUDGES}:Red', on_failure: leave_out}}"
     found = scored("images", f"reward.scorers=[{judges_}]")
@@ -285,7 +243,7 @@ def test_a_sample_that_an_optional_scorer_failed_is_left_out_and_not_compared_wi
     assert "2 of 3 samples scored" in capsys.readouterr().out
 
 
-def test_names_and_prompts_that_a_terminal_would_obey_or_no_file_can_hold_are_escaped(capsys):
+def test_names_and_prompts_are_escaped(capsys):
     for file, name in zip(draw("images", 10, 20), (b"\x1b[2J.png", b"caf\xe9.png"), strict=True):
         file.rename(Path("images", os.fsdecode(name)))
     Path("images", os.fsdecode(b"caf\xe9.txt")).write_text("a \x1b[2J cat")
@@ -297,12 +255,11 @@ def test_names_and_prompts_that_a_terminal_would_obey_or_no_file_can_hold_are_es
     assert "\x1b[2J" not in capsys.readouterr().out
 
 
-def test_where_nothing_can_be_scored_the_exit_code_says_so_and_no_grid_is_left(capsys):
+def test_without_any_score_the_exit_code_is_1_and_no_grid_is_left():
     draw("images", 10)
-    words = ["reward.scorers=[{name: 'tests.commands.scoring.judges:Demanding'}]", "--grid", "grid.png"]
-    found = scored("images", *words, code=1)
+    found = scored("images", "--grid", "grid.png", judge="Demanding", code=1)
     [row] = found["rows"]
-    assert row["error"] == "scorer 'tests.commands.scoring.judges:Demanding': the prompt has no target"
+    assert row["error"] == f"scorer '{JUDGES}:Demanding': the prompt has no target"
     assert not judges.calls and not Path("grid.png").exists() and found["statistics"] == {}
 
 
@@ -319,18 +276,86 @@ def test_ctrl_c_keeps_what_was_scored(capsys, monkeypatch):
 
     monkeypatch.setattr(scoring, "score_samples", record)
     draw("images", 10, 20, 60, 80)
-    words = ["reward.scorers=[{name: 'tests.commands.scoring.judges:Impatient'}]", "reward.batch=1"]
-    found = scored("images", *words, code=130)
+    found = scored("images", "reward.batch=1", judge="Impatient", code=130)
     assert [row["reward"] for row in found["rows"]] == [10, 20]
     judges.over.set()
     assert "2 of 4 samples were not reached" in capsys.readouterr().err
 
 
-def test_hostile_media_are_an_error_of_one_line(tmp_path):
-    for name in ("a.png", "a.mp4", "a.wav"):
-        (tmp_path / name).write_bytes(b"\0" * 100)
-        part = {"png": "image", "mp4": "video", "wav": "audio"}[name[2:]]
-        with pytest.raises(ConfigError, match=r"^\S+a\.\w+: [^\n]+$"):
-            read_media({part: tmp_path / name})
-    with pytest.raises(ConfigError, match="it is a folder, not a file"):
-        read_media({"image": tmp_path})
+KEPT = ("reward.cache.path=kept/scores.sqlite",)
+
+
+@pytest.fixture
+def kept(recipe: Path) -> None:
+    write_world(recipe.parent, reward=reward("Exact", probe=True))
+    draw("images", 10, 20, 30)
+
+
+def asked(*words: str) -> tuple[int, dict[str, Any]]:
+    """Returns how many samples the scorers were asked for by `omni-async score images`, and its JSON."""
+    judges.calls.clear()
+    assert cli.main(["score", "recipe.yaml", "images", *words, "--json", "found.json"]) == 0
+    return len(judges.calls), json.loads(Path("found.json").read_text())
+
+
+def test_a_second_score_calls_no_deterministic_scorer(kept, capsys):
+    calls, first = asked(*KEPT)
+    assert calls == 5 and first["cached"] == 0, "three files, and the two samples that scorers are tried with"
+    calls, second = asked(*KEPT)
+    assert calls == 0 and second["cached"] == 3
+    assert second["rows"] == first["rows"] and second["statistics"] == first["statistics"]
+    assert "3 answers of scorers came from reward.cache" in capsys.readouterr().out
+
+
+def test_check_asks_scorers_whatever_is_kept_and_keeps_nothing(kept):
+    for _ in range(2):
+        judges.calls.clear()
+        assert cli.main(["check", "recipe.yaml", *KEPT]) == 0
+        assert len(judges.calls) == 2 and not Path("kept").exists()
+
+
+def test_cases_without_a_cache(kept):
+    assert asked()[0] == asked()[0] == 5
+    assert asked(*KEPT)[0] == 5
+    assert asked(*KEPT, "--repeat", "2")[0] == 2 + 6
+    moody = "reward.scorers=[{name: 'tests.commands.scoring.judges:Red'}]"
+    assert asked(*KEPT, moody)[0] == asked(*KEPT, moody)[0] == 5
+
+
+def test_whatever_may_change_the_answer_is_another_question(kept):
+    words = (*KEPT, "reward.probe=false")
+    sidecar = Path("images/010.json")
+    assert asked(*words)[0] == 3
+    draw("images", 21)
+    Path("images/021.png").rename("images/020.png")
+    assert asked(*words)[0] == 1
+    for fields in ({}, {"target": "x"}, {"target": "x", "style": "ink"}, {"target": "x", "style": "oil"}):
+        sidecar.write_text(json.dumps({"prompt": "a cat", **fields}))
+        assert (asked(*words)[0], asked(*words)[0]) == (1, 0), fields
+    assert asked(*words, "reward.scorers.0.params.scale=2")[0] == 3
+    assert asked(*words, "reward.scorers=[{name: 'tests.commands.scoring.judges:Lower'}]")[0] == 3
+    assert asked(*words)[0] == 0, "what was known before still is"
+    draw("images", 5)
+    assert asked(*words)[0] == 1, "the number of a sample is no part of the question"
+    weighted = asked(*words, "reward.scorers.0.weight=7")[1]["statistics"]
+    assert weighted["reward"]["max"] == 210 and not judges.calls
+
+
+def test_of_two_scorers_one_is_asked_and_a_failure_is_not_kept(kept):
+    both = "reward.scorers=[{name: 'tests.commands.scoring.judges:Exact'}, {name: 'tests.commands.scoring.judges:Red'}]"
+    words = (*KEPT, both, "reward.probe=false")
+    draw("images", 13)
+    _, first = asked(*words)
+    assert first["failed"] == 1 and first["rows"][1]["reward"] is None
+    _, second = asked(*words)
+    assert second["rows"] == first["rows"] and second["cached"] == 3
+    assert sum(prompt.index != 1 for prompt in judges.calls) >= 3
+    assert sum(prompt.index == 1 for prompt in judges.calls) > 0, "what failed is asked again"
+
+
+def test_a_file_that_is_no_cache_is_left_alone(kept, capsys):
+    Path("kept").mkdir()
+    Path(KEPT[0].partition("=")[2]).write_text("dear diary, " * 100)
+    assert asked(*KEPT)[0] == asked(*KEPT)[0] == 5
+    assert "warning: reward.cache.path: " in capsys.readouterr().err
+    assert Path("kept/scores.sqlite").read_text().startswith("dear diary")

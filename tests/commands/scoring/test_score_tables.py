@@ -1,4 +1,4 @@
-"""Tests that tables and media folders from elsewhere are read within bounds and within their folder."""
+"""Tests that foreign tables and media folders are read within bounds and within their folder."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from omni_async.commands.scoring.samples import Sample, find_samples
 from omni_async.commands.scoring.tables import rows
 from omni_async.config import ConfigError
 from omni_async.data.media_files import read_media
+from omni_async.types import Prompt
 from tests.fuzz.foreign import changed, few
 
 
@@ -60,7 +61,21 @@ def refusal(path: Path) -> str:
     return message
 
 
-# ---- what a table and a folder name ----------------------------------------------------------------------------------
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "a", "target": "A", "image": "a.png", "style": "ink", "metadata": {"n": [1]}},
+    {"prompt": "b", "target": None, "image": "below/b.png", "style": None, "metadata": None},
+]
+CSV = 'prompt,target,image,style,metadata\na,A,a.png,ink,"{""n"": [1]}"\nb,,below/b.png,,\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("t.jsonl", ROWS), ("t.csv", CSV), ("t.parquet", {key: [row[key] for row in ROWS] for key in ROWS[0]})],
+)
+def test_a_table_names_media_prompts_targets_and_metadata(name, content, folder):
+    one, other = found(write(name, content))
+    assert (one.prompt, other.prompt) == (Prompt(0, "a", "A", {"style": "ink", "n": [1]}), Prompt(1, "b"))
+    assert [sample.files["image"].resolve() for sample in (one, other)] == [folder / "a.png", folder / "below/b.png"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
@@ -108,13 +123,9 @@ def test_pipes_folders_and_long_names_in_a_media_folder_do_no_harm(folder):
     for name in ("a.txt", "a.json", "prompts.txt"):
         os.mkfifo(folder / name)
     (folder / "folder.png").mkdir()
-    long = folder / ("x" * 251 + ".png")
-    (folder / "a.png").rename(long)
-    assert [sample.files["image"] for sample in found(folder)] == [long]
-    assert found(long)[0].prompt.text == ""
-
-
-# ---- text ------------------------------------------------------------------------------------------------------------
+    long = (folder / "a.png").rename(folder / ("x" * 251 + ".png"))
+    [sample] = found(folder)
+    assert (sample.files["image"], sample.prompt.text) == (long, "")
 
 
 @pytest.mark.parametrize(
@@ -131,14 +142,13 @@ def test_pipes_folders_and_long_names_in_a_media_folder_do_no_harm(folder):
         ("t.csv", 'image,metadata\na.png,"[' + "[" * 5000 + '"\n', "t.csv:2: metadata: not valid JSON: nested"),
         ("t.csv", "", "t.csv: holds no rows"),
         ("t.jsonl", b'{"prompt": "x", "image": "a.png"}\n{"image": "\xff"}\n', "t.jsonl:2: not UTF-8 text: byte 0xff"),
-        ("t.jsonl", '{"image": "a.png", "n": NaN}', "t.jsonl:1: not valid JSON"),
         ("t.jsonl", '{"image": "a.png", "n": 1e999}', "t.jsonl:1: not valid JSON: Number out of range"),
         ("t.jsonl", '{"image": "a.png", "image": "b.png"}', "t.jsonl:1: key 'image' given twice"),
-        ("t.jsonl", '{"image": "a.png", "n": ' + "[" * 60 + "]" * 60 + "}", "t.jsonl:1: nested more than 50 levels"),
         ("t.jsonl", '{"image": "a.png", "n": ' + "[" * 5000 + "]" * 5000 + "}", "t.jsonl:1: not valid JSON: nested"),
         ("t.jsonl", '{"image": "a.png", "n": "' + "x" * 2**20 + '"}', "t.jsonl:1: the line has 1048603 characters"),
         ("t.jsonl", '{"image": "a.png", "prompt": "\\u0000"}', "t.jsonl:1: holds the character U+0000"),
         ("t.jsonl", '{"image": "a\\u0000.png"}', "t.jsonl:1: image: expected a path"),
+        ("t.jsonl", gzip.compress(b'{"image": "a.png"}'), "t.jsonl:1: not UTF-8 text"),
     ],
 )
 def test_damaged_and_endless_texts_are_one_line_with_the_number(name, content, why):
@@ -150,6 +160,8 @@ def test_tables_of_text_may_have_marks_and_any_ends_of_lines():
     assert [sample.prompt.text for sample in found(table)] == ["two\nlines", "last"]
     table = write("t.csv", b"prompt,image\rone,a.png\rtwo,a.png\r")
     assert [sample.prompt.text for sample in found(table)] == ["one", "two"]
+    [sample] = found(write("t.csv", "image,prompt,,\na.png,a cat,,\n"))
+    assert (sample.prompt.text, sample.prompt.metadata) == ("a cat", {})
     [sample] = found(write("t.jsonl", '{"prompt": "x", "image": "a.png", "n": ' + "9" * 400 + "}"))
     assert str(sample.prompt.metadata["n"]) == "9" * 400
 
@@ -161,9 +173,6 @@ def test_all_rows_together_have_bounds(kind, name, most, monkeypatch):
     table = [{"prompt": "x", "image": "a.png", "n": 1}] * 3
     message = refusal(write(kind, table if kind == "t.jsonl" else {key: [cell] * 3 for key, cell in table[0].items()}))
     assert "; split it" in message
-
-
-# ---- parquet ---------------------------------------------------------------------------------------------------------
 
 
 def repeated(value: str, times: int) -> pa.DictionaryArray:
@@ -190,11 +199,7 @@ DELTA = {"n.list.element": "DELTA_BYTE_ARRAY", "image": "PLAIN", "prompt": "PLAI
         (repeated("x" * 5_000_000, 1000), {}, "row 0: the row has 5000"),
         (lists(2000, "y" * 20_000), {}, "row 0 has 40000"),
         (lists(200, "y" * 2000), {"use_dictionary": False, "column_encoding": DELTA}, "texts in lists are in delta"),
-        (
-            pa.ListArray.from_arrays([0, 2**21], pa.nulls(2**21, pa.int8())),
-            {},
-            "lists of 2097152 values, at most 1000000",
-        ),
+        (pa.ListArray.from_arrays([0, 2**21], pa.nulls(2**21, pa.int8())), {}, "lists of 2097152 values, at most 1000"),
         (pa.nulls(1_000_001, pa.int8()), {}, "1000001 rows, at most 1000000 are read"),
         (pa.array(["z" * 67_200_000]), {"compression": "zstd", "use_dictionary": False}, "encodes 6720"),
         (pa.array([None], pa.binary(2**17)), {}, "values of 131072 bytes, at most 65536"),
@@ -204,7 +209,7 @@ DELTA = {"n.list.element": "DELTA_BYTE_ARRAY", "image": "PLAIN", "prompt": "PLAI
         (nested(120), {}, "columns nest more than 50 levels deep"),
     ],
 )
-def test_a_small_parquet_file_that_stands_for_much_is_refused_before_it_is_in_memory(column, how, why, monkeypatch):
+def test_a_parquet_bomb_is_refused_before_it_is_in_memory(column, how, why, monkeypatch):
     monkeypatch.setattr("omni_async.commands.scoring.tables._MOST_VALUES", 1_000_000)
     column = column if isinstance(column, pa.Array) else pa.array(column)
     path, names = Path("data/t.parquet"), pa.array(["a.png"] * len(column))
@@ -218,17 +223,10 @@ def test_a_small_parquet_file_that_stands_for_much_is_refused_before_it_is_in_me
 
 def test_columns_have_a_bound_and_empty_cells_and_groups_are_left_out():
     assert "1001 columns, at most 1000 are read" in refusal(write("t.parquet", {f"c{i}": [1] for i in range(1001)}))
-    table = {
-        "prompt": ["x"] * 3,
-        "image": ["a.png"] * 3,
-        "metadata": [{"n": [1, None], "t": ["x"]}, {"n": [], "t": None}, None],
-    }
+    cells = [{"n": [1, None], "t": ["x"]}, {"n": [], "t": None}]
+    table = {"prompt": ["x"] * 3, "image": ["a.png"] * 3, "metadata": [*cells, None]}
     pq.write_table(pa.table(table), "data/t.parquet", row_group_size=1)
-    assert [sample.prompt.metadata for sample in found(Path("data/t.parquet"))] == [
-        {"n": [1, None], "t": ["x"]},
-        {"n": [], "t": None},
-        {},
-    ]
+    assert [sample.prompt.metadata for sample in found(Path("data/t.parquet"))] == [*cells, {}]
 
 
 @few(60)
@@ -242,13 +240,3 @@ def test_a_damaged_parquet_table_is_read_or_refused(tmp_path, data):
         assert all(isinstance(row, dict) for _, row in rows(tmp_path / "t.parquet"))
     except ConfigError as error:
         assert "\n" not in str(error)
-
-
-def test_a_compressed_file_is_no_table():
-    assert "t.jsonl:1: not UTF-8 text" in refusal(write("t.jsonl", gzip.compress(b'{"image": "a.png"}')))
-
-
-def test_columns_without_a_name_or_cells_are_left_out() -> None:
-    table = write("t.csv", "image,prompt,,\na.png,a cat,,\n")
-    (sample,) = find_samples([table], 100)
-    assert (sample.prompt.text, sample.prompt.metadata) == ("a cat", {})
