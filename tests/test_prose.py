@@ -23,11 +23,6 @@ def test_messages_and_help_are_plain() -> None:
     assert rates(found)["all"] <= _MESSAGE_BUDGET, "\n".join(worst(found, 20))
 
 
-def test_a_pattern_is_counted() -> None:
-    text = "What is told goes on beside the one that lies in which it stands."
-    assert rates([(ROOT, 1, text)])["all"] > 3000 and worst([(ROOT, 7, text)], 5)[0].startswith(f"{ROOT}:7: What is")
-
-
 def _documents() -> dict[str, str]:
     pages = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     generated = {"configuration.md", "measured.md"}
