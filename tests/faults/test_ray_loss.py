@@ -21,8 +21,6 @@ import psutil
 import pytest
 import ray
 
-from benchmarks.kill_everything import problems
-from benchmarks.local_ray import local_ray
 from omni_async.performance.profile import Payload
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import read_summary
@@ -33,6 +31,8 @@ from omni_async.worker import Worker
 from tests.runtime.on_ray.ray_roles import Echo
 from tests.runtime.runtime_world import write_world
 from tests.support.job_world import Disturbed, slow_at
+from tests.support.killed_job import problems
+from tests.support.local_ray import local_ray
 from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.slow

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.local_ray import local_ray as start_local_ray
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.runtime.on_ray.cluster import RayCluster
 from omni_async.runtime.preflight.check import preflight
 from omni_async.worker import Worker
 from tests.runtime.runtime_world import write_world
+from tests.support.local_ray import local_ray as start_local_ray
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(240)]
