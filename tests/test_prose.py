@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.support.places import ROOT
 from tests.support.prose import DEFAULT, rates, texts, worst
 
@@ -13,6 +15,7 @@ _LONGEST_SENTENCE = 35  # words, of 90 % of the sentences in documents
 _WIDEST = 100  # columns
 
 
+@pytest.mark.thorough
 def test_docstrings_comments_and_documents_are_plain() -> None:
     found = texts(ROOT / name for name in DEFAULT)
     assert rates(found)["all"] <= _TEXT_BUDGET, "\n".join(worst(found, 20))
