@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.arguments import command_parser
-from benchmarks.kill_everything import Job, end_job, problems
 from omni_async.config import ConfigError
 from omni_async.records.write.attempts import read_faults
 from omni_async.records.write.summary import read_summary
 from omni_async.runtime.driver.control_socket import ControlError
+from tests.support.killed_job import Job, end_job, problems
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "quickstart.yaml"
 _HELP = """\

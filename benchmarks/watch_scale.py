@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from benchmarks.run_folders import MadeRun
+from tests.support.made_run import MadeRun
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -23,7 +23,7 @@ def row(length: int) -> TensorDict:
 RULES = {"embeds": "pad", "mask": "pad", "pooled": "same", "tokens": "jagged"}
 
 
-def test_what_is_padded_ends_in_zeros_and_what_is_the_same_is_stacked() -> None:
+def test_padding_and_stacking() -> None:
     rows = [row(2).exclude("tokens"), row(5).exclude("tokens")]
     stacked = stack_rows(rows, RULES)
     assert stacked.batch_size == (2,) and stacked["embeds"].shape == (2, 5, 3)
@@ -33,7 +33,7 @@ def test_what_is_padded_ends_in_zeros_and_what_is_the_same_is_stacked() -> None:
     assert rows[0]["embeds"].shape == (2, 3), "what is stacked stays as it was"
 
 
-def test_jagged_tensors_stay_as_they_are_rows_can_be_chosen_and_a_key_without_a_rule_is_refused() -> None:
+def test_jagged_rows_and_keys_without_a_rule() -> None:
     rows = [row(2), row(5), row(3)]
     chosen = stack_rows(rows, RULES).to("cpu")[[0, 2]]
     assert [tokens.tolist() for tokens in chosen.get("tokens", as_list=True)] == [[0, 1], [0, 1, 2]]

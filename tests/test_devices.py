@@ -39,7 +39,7 @@ def names_of_one_maker(source: str) -> Iterator[tuple[int, str]]:
                     yield node.lineno, text
 
 
-def test_no_module_is_written_for_one_makers_devices() -> None:
+def test_no_maker_is_named() -> None:
     found = {
         f"{path.relative_to(ROOT)}:{line}": text
         for package in ("omni_async", "pipelines")
@@ -47,15 +47,8 @@ def test_no_module_is_written_for_one_makers_devices() -> None:
         for line, text in names_of_one_maker(path.read_text())
     }
     assert not found
-
-
-def test_the_check_finds_code_and_leaves_comments_and_docstrings_alone() -> None:
-    for source in (
-        *("torch.cuda.synchronize()", "x.cuda()", "device = 'cuda'", "device = f'cuda:{i}'", "import torch.cuda"),
-        *("backend = 'cpu:gloo,cuda:nccl'", "from torch import cuda", "dist.ProcessGroupNCCL"),
-    ):
+    for source in ("torch.cuda.synchronize()", "device = f'cuda:{i}'", "import torch.cuda", "dist.ProcessGroupNCCL"):
         assert [*names_of_one_maker(source)], source
-    assert not [*names_of_one_maker('"""Runs on cuda."""\n# nccl too\ndef f():\n    """On cuda."""\n    g()')]
 
 
 # What a machine may lack that has torch, a GPU and the packages that docs/devices.md names.
@@ -66,7 +59,7 @@ COLLECT = (
 
 
 @pytest.mark.thorough
-def test_the_tests_for_accelerators_are_found_without_ray_and_vllm() -> None:
+def test_gpu_tests_need_no_ray() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     [arguments] = re.findall(r"-m pytest (-m gpu .*)", makefile)
     command = f'{sys.executable} -c "$COLLECT" --collect-only {arguments.replace("$$", "$")}'

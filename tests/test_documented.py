@@ -90,28 +90,8 @@ def snippet(beginning: str) -> str:
     return found
 
 
-def test_the_documentation_shows_every_command() -> None:
-    shown = {parameters.values[0][0] for parameters in COMMANDS}
-    assert {
-        "train",
-        "check",
-        "simulate",
-        "tune",
-        "bench",
-        "status",
-        "scale",
-        "stop",
-        "score",
-        "report",
-        "watch",
-        "sample",
-        "eval",
-    } <= shown
-    assert len(COMMANDS) > 20
-
-
 @pytest.mark.parametrize(("words", "shown"), COMMANDS)
-def test_a_documented_command_is_accepted_and_its_recipe_and_overrides_are_valid(words, shown, workplace):
+def test_documented_commands_are_valid(words, shown, workplace):
     options = cli._parse(words)
     recipe = None if options.command == "init" else getattr(options, "recipe", None)
     if recipe is not None and not any("expected" in line or line.startswith("omni-async: ") for line in shown):
@@ -124,7 +104,7 @@ CHECKED = [p for p in TRAINED if not any(needed in " ".join(p.values[0]) for nee
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("words", "shown"), CHECKED)
-def test_what_is_trained_in_the_documentation_passes_check(words, shown, workplace, capsys):
+def test_documented_recipes_pass_check(words, shown, workplace, capsys):
     code = cli.main(["check", *words[1:]])
     said = capsys.readouterr().err
     if shown:
@@ -134,35 +114,18 @@ def test_what_is_trained_in_the_documentation_passes_check(words, shown, workpla
         assert (code, said) == (0, "")
 
 
-@pytest.mark.thorough
-def test_the_documented_way_to_a_recipe_of_ones_own_leads_to_one(workplace, capsys):
-    words = next(p.values[0] for p in COMMANDS if p.values[0][0] == "init" and "--model" in p.values[0])
-    assert words[1] == STAND_INS["my_recipe.yaml"]  # which is there
-    assert cli.main([words[0], "own.yaml", *words[2:]]) == 0
-    assert "\nnext:\n  omni-async check own.yaml\n" in capsys.readouterr().out
-    assert load("own.yaml").rollout.sampling.height == 64
-
-
-def test_the_documented_score_command_scores(workplace: Path) -> None:
-    first = next(p.values[0] for p in COMMANDS if p.values[0][0] == "score")
-    assert cli.main(first) == 0
-
-
 _SIMULATED = {tuple(p.values[0]) for p in COMMANDS if p.values[0][0] == "simulate"}
 _QUICK = sorted(words for words in _SIMULATED if not any(slow in " ".join(words) for slow in SLOW))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("words", _QUICK, ids=" ".join)
-def test_a_documented_simulation_runs(words, workplace, capsys):
+def test_documented_simulations(words, workplace, capsys):
     assert cli.main(words) == 0
-    said = capsys.readouterr()
-    slow = "on a slow machine it says how far it is, and nothing else"
-    assert all(" of 200" in line for line in said.err.splitlines()), slow
-    assert "images/s" in said.out
+    assert "images/s" in capsys.readouterr().out
 
 
-def test_the_documented_scorer_scores_and_its_check_of_prompts_checks(workplace: Path) -> None:
+def test_documented_scorer(workplace: Path) -> None:
     config = SimpleNamespace(name="brightness:Brightness", params={"target": 0.2})
     grey = np.full((8, 8, 3), 51, np.uint8)
     [score] = registry.build(config).score([grey], [Prompt(0, "x")])  # type: ignore[arg-type]
@@ -170,6 +133,7 @@ def test_the_documented_scorer_scores_and_its_check_of_prompts_checks(workplace:
     namespace: dict[str, Any] = {}
     exec("class Demanding:\n" + textwrap.indent(snippet("@staticmethod\ndef check_prompt"), "    "), namespace)
     ask = namespace["Demanding"].check_prompt
+    assert cli.main(next(p.values[0] for p in COMMANDS if p.values[0][0] == "score")) == 0
     assert ask(Prompt(0, "x"), {}) == 'the prompt has no key "language"'
     assert ask(Prompt(0, "x", metadata={"language": "en"}), {}) is None
     exec(snippet("class Loudness:"), {"Score": Score} | namespace, namespace)
@@ -178,10 +142,8 @@ def test_the_documented_scorer_scores_and_its_check_of_prompts_checks(workplace:
     assert score_all(reward, [tone], [Prompt(0, "x")])[0].value == pytest.approx(0.5)
 
 
-async def test_the_documented_scorer_of_a_service_asks_it_and_an_outage_is_one() -> None:
+async def test_documented_service() -> None:
     [page] = blocks(ROOT / "docs" / "rewards" / "own.md", "python")
-    lines = [line for line in page.splitlines() if line.strip() and not line.startswith(("import", "from", "#"))]
-    assert len(lines) <= 20
     namespace: dict[str, Any] = {}
     exec(page, namespace)
     answers = [web.json_response({"taste": 0.75}), web.Response(status=503)]
@@ -206,7 +168,7 @@ EXCERPTS = [block for block in FAMILY if not block.startswith("[project]\n")]  #
 
 
 @pytest.mark.parametrize("excerpt", EXCERPTS, ids=lambda text: text.splitlines()[0].removeprefix("# "))
-def test_code_on_the_page_about_model_families_is_that_of_the_file_it_names(excerpt: str) -> None:
+def test_code_of_families(excerpt: str) -> None:
     """Checks that its lines are there, in this order; `...` leaves lines out."""
     first, *lines = excerpt.splitlines()
     there = iter((ROOT / first.removeprefix("# ")).read_text(encoding="utf-8").splitlines())
@@ -216,7 +178,7 @@ def test_code_on_the_page_about_model_families_is_that_of_the_file_it_names(exce
 
 
 @pytest.mark.thorough
-def test_the_documented_way_to_a_diffusers_folder_leads_there(workplace: Path) -> None:
+def test_documented_export(workplace: Path) -> None:
     """Begins with a quickstart run whose weights are those it began with plus one."""
     import torch
     from diffusers import QwenImagePipeline

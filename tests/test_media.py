@@ -44,12 +44,12 @@ class Spec(SamplingSpec, frozen=True):
         ({"audio": AUDIO}, "audio goes with sample_rate > 0"),
     ],
 )
-def test_a_part_of_another_layout_is_refused_with_what_it_should_be(parts: dict, error: str) -> None:
+def test_wrong_layouts(parts: dict, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         Media(**parts)
 
 
-def test_stored_media_are_arrays_of_the_same_numbers_and_survive_pickling(tmp_path: Path) -> None:
+def test_stored_media(tmp_path: Path) -> None:
     made = Media(image=IMAGE, video=VIDEO.transpose(2, 3), fps=8, audio=AUDIO, sample_rate=8000)
     stored = pickle.loads(pickle.dumps(made.numpy(), protocol=5))
     assert stored.parts == ("image", "video", "audio") and (stored.fps, stored.sample_rate) == (8, 8000)
@@ -58,11 +58,9 @@ def test_stored_media_are_arrays_of_the_same_numbers_and_survive_pickling(tmp_pa
         assert isinstance(found, np.ndarray) and found.flags.c_contiguous
         assert np.array_equal(found, getattr(made, part).numpy())
     assert stored.nbytes == made.nbytes == 24 + 120 + 4 * 12
-    (tmp_path / "media").write_bytes(pickle.dumps(Media(image=IMAGE).numpy()))
-    code = f"import pickle, sys; print(pickle.load(open({str(tmp_path / 'media')!r}, 'rb')).pixels.shape)"
-    code += "; sys.exit('torch' in sys.modules)"  # reading them imports no torch
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "(2, 4, 3)\n"
+    (tmp_path / "media").write_bytes(pickle.dumps(stored))
+    code = f"import pickle, sys; pickle.load(open({str(tmp_path / 'media')!r}, 'rb')); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_readers_get_channels_last() -> None:
@@ -74,7 +72,7 @@ def test_readers_get_channels_last() -> None:
         _ = Media(image=IMAGE).frames
 
 
-def test_media_are_held_against_their_spec() -> None:
+def test_media_match_their_spec() -> None:
     spec = Spec((MediaShape("video", (5, 3, 2, 4), 8), MediaShape("audio", (2, 6), 8000)))
     right = Media(video=VIDEO, fps=8, audio=AUDIO, sample_rate=8000)
     require_media([right, right], spec)
@@ -87,7 +85,7 @@ def test_media_are_held_against_their_spec() -> None:
             require_media([right, wrong], spec)
 
 
-async def test_in_one_process_the_reference_is_the_value_and_its_size_counts_all_its_tensors() -> None:
+async def test_local_store() -> None:
     store, value = LocalStore(), np.zeros((2, 3), np.uint8)
     assert await store.get(await store.put(value)) is value
     references = await store.put_all([value, "text"])

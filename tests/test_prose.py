@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.support.places import ROOT
 from tests.support.prose import DEFAULT, rates, texts, worst
 
@@ -13,6 +15,7 @@ _LONGEST_SENTENCE = 35  # words, of 90 % of the sentences in documents
 _WIDEST = 100  # columns
 
 
+@pytest.mark.thorough
 def test_docstrings_comments_and_documents_are_plain() -> None:
     found = texts(ROOT / name for name in DEFAULT)
     assert rates(found)["all"] <= _TEXT_BUDGET, "\n".join(worst(found, 20))
@@ -21,11 +24,6 @@ def test_docstrings_comments_and_documents_are_plain() -> None:
 def test_messages_and_help_are_plain() -> None:
     found = texts([ROOT / "omni_async", ROOT / "pipelines"], strings=True)
     assert rates(found)["all"] <= _MESSAGE_BUDGET, "\n".join(worst(found, 20))
-
-
-def test_a_pattern_is_counted() -> None:
-    text = "What is told goes on beside the one that lies in which it stands."
-    assert rates([(ROOT, 1, text)])["all"] > 3000 and worst([(ROOT, 7, text)], 5)[0].startswith(f"{ROOT}:7: What is")
 
 
 def _documents() -> dict[str, str]:

@@ -1,5 +1,4 @@
-"""Tests the documentation as a site: every page is in it and found, every link leads somewhere, nothing is loaded from
-elsewhere."""
+"""Tests the documentation as a site: pages, links, search, and that nothing is loaded from elsewhere."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def named(nav: Any) -> Iterator[str]:
         yield from named(entry) if isinstance(entry, list | dict) else [entry]
 
 
-def test_every_page_is_in_the_navigation_once() -> None:
+def test_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = [*named(yaml.safe_load(text[text.index("nav:\n  - Home") :])["nav"])]
     own = sorted(page for page in pages if not page.startswith("repository/"))
@@ -53,7 +52,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_the_front_page_leads_everywhere_and_is_readable_at_every_width(site: str, open_page: OpenPage) -> None:
+def test_front_page(site: str, open_page: OpenPage) -> None:
     for width in (390, 1280):
         page = open_page(site, width=width, own=site)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -69,7 +68,7 @@ def test_the_front_page_leads_everywhere_and_is_readable_at_every_width(site: st
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_what_is_searched_for_is_found_without_a_network_in_the_dark(site: str, open_page: OpenPage) -> None:
+def test_search(site: str, open_page: OpenPage) -> None:
     page = open_page(site, scheme="dark", own=site)
     assert page.locator("body").get_attribute("data-md-color-scheme") == "slate"
     field = page.locator("input.md-search__input")

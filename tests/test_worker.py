@@ -14,7 +14,7 @@ WORKERS = st.builds(
 
 
 @given(WORKERS)
-def test_a_name_reads_back_as_the_worker_and_its_slot_as_the_first_in_it(worker: Worker) -> None:
+def test_names_read_back(worker: Worker) -> None:
     assert Worker.parse(str(worker)) == worker
     assert Worker.parse(worker.slot) == worker.numbered(1)
 

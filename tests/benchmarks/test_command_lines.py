@@ -1,21 +1,27 @@
-"""Tests that every benchmark refuses wrong usage with exit code 2 and a word on what is wrong, and starts nothing."""
+"""Tests benchmark commands: wrong usage starts nothing, and each command measures a miniature."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import shlex
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from benchmarks import encoder_cache, lora_rollout, precision
+from benchmarks.control_plane import Roles, Shape, make_config, measure
+from benchmarks.precision import Cell, Row, read_rows, table
+from omni_async.control.coordinator import Coordinator
+from omni_async.types import LedgerEntry, Prompt
 
 
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("buffer_bytes --trajectory 12KiB --media 4KiB --updates 8 --max-bytes 127KiB", "128 KiB: expected at least"),
-        ("data_plane --repeats 0", "expected"),
-        ("data_plane --samples 100", "expected"),
-        ("data_plane --sizes 3", "expected"),
+        ("control_plane --shapes 0x1x2", "got '0x1x2'"),
         ("encoder_cache --hidden 40", "--hidden: expected a multiple of 16"),
         ("encoder_cache --group-size 0", "--group-size: expected at least 1"),
         ("gpu_probe --only steps,nothing", "--only: no section is called 'nothing'; there are machine, attention,"),
@@ -24,27 +30,17 @@ import pytest
         ("gpu_probe --small --out probe.md", "--out: expected a name that ends in .json, got probe.md"),
         ("gpu_probe --small --out notes.json", "notes.md would be replaced by the table of readings"),
         ("gpu_probe", "sees no accelerator here; --small --device cpu runs the code at test size"),
-        ("load_peak --ranks 1", "expected --layers >= 1 and --ranks >= 2"),
         ("lora_rollout nowhere", "no family is called 'nowhere'; there are qwen_image,"),
         ("lora_rollout --engine vllm_omni", "expected one family"),
         ("lora_rollout --width 100", "--width: expected a multiple of 96"),
-        ("overlap_profiles nowhere", "no emulated recipe is called 'nowhere'; there are qwen_image_full_h100_64,"),
         ("overlap_profiles --steps 0", "expected at least 1"),
         ("overlap_simulated nowhere", "no emulated recipe is called 'nowhere'"),
         ("overlap_simulated --seeds 0", "at least 1"),
         ("precision --updates 0", "--updates and --seeds: expected at least 1"),
-        ("publish_loss --family qwen_image --sampling '[{height: 50}]'", "$.height"),
         ("stage_profile --out out --model tiny --repeats 1 --batches 0", "--batches"),
         ("stage_profile --out out --model tiny --repeats 1 --rest no_such", "no_such"),
         ("stage_profile --out out --model tiny --repeats 1 --pixels 40", "rollout.sampling.height"),
         ("stage_profile --out out --model tiny --repeats 1 --steps 1", "num_inference_steps"),
-        ("swap --repeats 0", "expected numbers of at least 1"),
-        ("trainer_exchange --ranks 3", "--ranks: expected 2 or 4, which divide a group of 4, got 3"),
-        ("weights --sizes 0", "--sizes"),
-        ("weights --window -1", "--window"),
-        ("weights --transports pigeon", "--transports"),
-        ("weights --every x", "--every"),
-        ("weights --recipe nowhere/none.yaml", "none.yaml"),
         ("what_if nowhere", "no emulated recipe is called 'nowhere'"),
     ],
 )
@@ -63,3 +59,59 @@ def test_wrong_usage_starts_nothing(
     shown = capsys.readouterr()
     assert said in " ".join((shown.out + shown.err).split())
     assert not list(tmp_path.rglob("*.json"))
+
+
+def results_of(command: str, folder: Path) -> Any:
+    name, *arguments = shlex.split(command)
+    assert not import_module(f"benchmarks.{name}").main([*arguments, "--out", str(folder)])
+    return json.loads((folder / "results.json").read_bytes())
+
+
+def test_control_plane_trains_groups_once(tmp_path: Path) -> None:
+    entries: list[LedgerEntry] = []
+    config = make_config(Shape(5, 3, 4), updates=4)
+    asyncio.run(Roles(config, Coordinator(config, "run", [Prompt(0, "a")], [], entries.append)).play())
+    assert sorted((entry.group, entry.event) for entry in entries) == [(group, "trained") for group in range(12)]
+    record = measure(Shape(2, 2, 3), repeat=0, updates=4)
+    assert record.samples == 24
+    assert record.group_events_per_s == record.samples_per_s == pytest.approx(24 / record.seconds)
+    assert 0 < record.coordinator_us == pytest.approx(1e6 * record.coordinator_seconds / 24)
+    results = results_of("control_plane --shapes 1x2x2 3x2x2 --repeats 2 --samples 12", tmp_path)
+    found = [(r["shape"]["engines"], r["repeat"], r["updates"]) for r in results["records"]]
+    assert found == [(1, 0, 3), (3, 0, 3), (1, 1, 3), (3, 1, 3)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", list(lora_rollout._FAMILIES))
+def test_adapters_draw_merged_samples(family: str, tmp_path: Path) -> None:
+    small = "--width 96 --layers 1 --rank 2 --batch 1 --steps 2 --repeats 1"
+    results = results_of(f"lora_rollout {family} {small}", tmp_path)
+    assert results["differences"][family] < 1e-5
+    assert [record["arm"] for record in results["records"]] == ["base", "merged", "unmerged"]
+
+
+def test_prompts_are_encoded_once(tmp_path: Path) -> None:
+    small = "--prompts 4 --epochs 2 --groups 2 --group-size 2 --validation 2 --every 2 --steps 2"
+    records = results_of(f"encoder_cache {small}", tmp_path)["records"]
+    calls = [[record["calls"] for record in records if record["arm"] == arm] for arm in encoder_cache.ARMS]
+    assert calls == [[2, 2, 2, 0, 0, 0], [2, 2, 2, 2, 2, 2], [4, 2, 4, 4, 2, 4]]
+
+
+def test_finished_cells_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[Cell] = []
+
+    def train(cell: Cell) -> Row:
+        trained.append(cell)
+        if len(trained) == 2:
+            raise KeyboardInterrupt
+        return Row(*cell, -1.8, 3.1, 0.65, 0.04, 0.12, 76.0)
+
+    monkeypatch.setattr(precision, "_train", train)
+    file = tmp_path / "cells.csv"
+    arguments = ["--csv", str(file), "--corrections", "bypass", "auto", "--seeds", "1"]
+    assert precision.main(arguments) == 130
+    trained *= 2  # so that the next one ends well
+    assert precision.main(arguments) == 0
+    assert [cell.correction for cell in trained[4:]] == ["auto"]
+    rows = [f"| 32 | `{name}` | -1.80 ± 3.10 | 65% | 0.120: 0.120 |" for name in ("bypass", "auto")]
+    assert [*table(read_rows(file))][2:] == rows

@@ -13,16 +13,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.tuning_plots import staleness
 from omni_async import cli
 from omni_async.config import load, resolved_yaml
 from omni_async.config.describe import annotation_at
 from omni_async.config.schedule import SCHEDULES
 from omni_async.config.schema import Config
-from omni_async.performance.law import async_step
 from omni_async.performance.profile import write_profile
 from omni_async.simulation import simulate as simulator
-from omni_async.simulation.result import times_of
 from omni_async.simulation.tune.keys import TUNED, keys_of
 from tests.simulation.tune.tune_world import PROFILE, RECIPE, simulate_by_law
 from tests.support.places import ROOT
@@ -175,19 +172,6 @@ def test_every_key_link_and_figure_of_the_page_is_there():
         annotation_at(Config, key.split("."))
     for target in targets:
         assert (ROOT / "docs" / target).is_file(), target
-
-
-def test_the_figures_show_the_law_the_simulations_and_every_schedule(folder):
-    recipe, said = folder / "recipe.yaml", []
-    recipe.write_text(RECIPE + "emulation: {profile: steady.json}\n")
-    steps, ages = staleness(recipe, load(recipe, ["schedule=async"]), PROFILE, said.append).axes
-    lines = {line.get_label(): line for line in steps.get_lines()}
-    law = [async_step(times_of(load(recipe, [f"staleness.max_updates={s}"]), PROFILE), s) for s in range(5)]
-    assert list(lines["law"].get_ydata()) == pytest.approx(law)
-    assert list(lines["simulated"].get_ydata()) == pytest.approx(law, rel=0.1)
-    assert {text.get_text() for text in steps.texts} == set(SCHEDULES) - {"async"}
-    assert all(age <= s for line in ages.get_lines() for s, age in zip(line.get_xdata(), line.get_ydata(), strict=True))
-    assert len(said) == 5 + 4
 
 
 def helped() -> list[list[str]]:

@@ -10,10 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 import pytest
-from msgspec import Meta
 
-from omni_async.config import Config, ConfigError, load
-from omni_async.config.algorithm import Awm
+from omni_async.config import Config
 from omni_async.config.describe import annotation_at, describe, description, fields_of, struct_of, walk
 from tests.config.recipe import MINIMAL, complaint, complaint_about, load_text, with_key
 from tests.support.effort import require_lines
@@ -71,7 +69,7 @@ def test_every_number_has_an_upper_bound() -> None:
 
 
 @pytest.mark.parametrize("path", [path for path, (annotation, _) in FIELDS.items() if any(wrong(annotation))])
-def test_a_value_that_a_field_does_not_take_is_refused_under_its_key_with_what_it_takes(path: str) -> None:
+def test_wrong_values_of_every_field(path: str) -> None:
     annotation, default = FIELDS[path]
     key, needed = in_context(path)
     pair = key.endswith((".band", ".k1")) or (isinstance(default, tuple) and struct_of(annotation) is None)
@@ -90,7 +88,7 @@ PATHS = (
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("value", ['"a\\0b"', '"a\\nb"', '"a\\eb"', "x" * 5000, "''"])
-def test_a_path_is_one_line_that_a_file_can_be_named(path: str, value: str) -> None:
+def test_wrong_paths(path: str, value: str) -> None:
     if value == "''" and path.startswith(("model", "data", "validation", "checkpoint")):
         return  # the recipe's folder, which its reader refuses
     message = complaint(MINIMAL, *in_context(path)[1], f"{path}={value}")
@@ -104,17 +102,10 @@ def test_a_path_is_one_line_that_a_file_can_be_named(path: str, value: str) -> N
     ("override", "said"),
     [
         # unknown keys, and missing ones
-        (
-            "rollout.gruop_size=3",
-            "~: unknown key; did you mean 'group_size'? allowed: attention_backend, batching, ",
-        ),
+        ("rollout.gruop_size=3", "~: unknown key; did you mean 'group_size'? allowed: attention_backend, batching, "),
         ("trianer.updates=3", "trianer: unknown key; did you mean 'trainer'? allowed: algorithm, buffer, checkpoint"),
-        ("reward.scorers.0.wieght=3", "~: unknown key; did you mean 'weight'? allowed: batch, components, concurrency"),
-        ("rollout.sde.window.steps=3", "~: unknown key; allowed: at_end, decay_from, decay_rate, range, schedule, siz"),
         ("model.lora={rnak: 4}", "~.rnak: unknown key; did you mean 'rank'? allowed: alpha, rank, target_modules"),
-        ("algorithm.nft={betta: 1}", "~.betta: unknown key; did you mean 'beta'? allowed: adv_mode, beta, decay"),
         ("checkpoint..every=3", "checkpoint.: unknown key; allowed: every, keep, keep_best, resume"),
-        ("rollout.sampling.heigth=64", "~: unknown key; did you mean 'height'? allowed: height, "),
         ("rollout.buckets=[{sampling: {heigth: 64}}]", "~.0.sampling.heigth: unknown key; did you mean 'height'?"),
         ("rollout.buckets=[{height: 64}]", "~.0.height: unknown key; did you mean 'weight'? allowed: sampling, weight"),
         ("rollout.height=64", "~: is called rollout.sampling.height now"),
@@ -122,30 +113,19 @@ def test_a_path_is_one_line_that_a_file_can_be_named(path: str, value: str) -> N
         ("reward.scorers.0={weight: 1}", "~.name: required, expected str"),
         # wrong types and values of every kind
         ("trainer.updates=ten", "~: expected int >= 1, got 'ten'"),
-        ("trainer.updates=", "~: expected int >= 1, got None"),
-        ("data.shuffle=yes", "~: expected bool, got 'yes'"),
         ("model.path=[a]", "~: expected str, got ['a']"),
-        ("rollout=", "~: expected mapping, got None"),
         ("reward.scorers=ocr", "~: expected list of mapping, got 'ocr'"),
-        ("reward.scorers.0.params=7", "~: expected mapping, got 7"),
         ("rollout.buckets=[{sampling: 512}]", "~.0.sampling: expected mapping, got 512"),
         ("rollout.sde.window.range=[0, five]", "~.1: expected int, got 'five'"),
-        ("rollout.sde.window.range=[0]", "~: expected list of 2 int, got [0]"),
         ("model.lora.target_modules=[to_q, 3]", "~.1: expected str, got 3"),
         ("rollout.sampling.height=100", "~: expected int >= 16, multiple of 16, got 100"),
-        ("rollout.buckets=[{sampling: {height: 100}}]", "~.0.sampling.height: expected int >= 16, multiple of 16"),
         ("trainer.optimizer.betas=[0.9, 1.0]", "~.1: expected float >= 0, < 1, got 1.0"),
         ("algorithm.correction.band=0.5", "~: expected list of 2 float > 0 or null, got 0.5"),
-        ("weights.payload=half", "~: expected one of 'full', 'lora', got 'half'"),
         ("schedule=asnyc", "one_step_off', 'async' or null, got 'asnyc'; did you mean 'async'?"),
-        ("buffer.max_bytes=0", "~: expected int >= 1 or str of a number"),
         ("buffer.max_bytes=9GB", "str of a number from 1 on and KiB, MiB, GiB or TiB, like '8GiB' or null, got '9GB'"),
         # values above a bound are told the bound and its reason
         ("staleness.max_updates=1000000", "~: expected int >= 0, <= 1000 (S + 1 updates' groups are admitted at once,"),
         ("rollout.num_inference_steps=5000", "<= 1000 (the schedulers of diffusion models know 1000 timesteps), got"),
-        ("rollout.workers=20000", "~: expected int >= 1, <= 10000 (each is a process), got 20000"),
-        ("rollout.timeout_s=1e9", "~: expected float > 0, <= 1000000, got 1000000000.0"),
-        ("reward.scorers.0.weight=1e30", "~: expected float >= -1000000, <= 1000000, got 1e+30"),
         ("placement.trainer.gpus=1.5", "placement.trainer.gpus: Ray divides one accelerator, but no more than one: "),
         ("placement.reward.gpus=0.00001", "~: Ray counts in ten-thousandths, expected at least 0.0001, got 1e-05"),
         # names and paths
@@ -153,16 +133,12 @@ def test_a_path_is_one_line_that_a_file_can_be_named(path: str, value: str) -> N
         ("run.name=" + "x" * 5000, f"~: expected str of {NAME}, got 'xxx"),
         ("run.dir=''", f"~: expected str of {PLAIN}, got ''"),
         ('run.dir="a\\0"', f"~: expected str of {PLAIN}, got 'a\\x00'"),
-        ("run.dir=" + "x/" * 2049, f"~: expected str of {PLAIN}, got 'x/x/"),
         ("run.dir=~nobody-of-that-name/runs", "run.dir: expected a path, got '~nobody-of-that-name/runs': "),
-        ("model.path=~nobody-of-that-name/x", "model.path: expected a path, got '~nobody-of-that-name/x'"),
         ('model.path="a\\0b"', "~: expected a path, got 'a\\x00b': embedded null byte"),
         ('data.prompts="\\ud800"', "~: expected a path, got '\\ud800'"),
         # numbers that are none
-        ("rollout.timeout_s=.nan", "~: expected a finite float > 0, got nan"),
         ("trainer.optimizer.betas=[.nan, 0.9]", "~.0: expected a finite float >= 0, < 1, got nan"),
         ("reward.scorers.0.params={deep: [1, {x: .NaN}]}", "~.deep.1.x: expected a finite number, got nan"),
-        ("algorithm.kl_coef=1.0e999", "~: expected a finite float >= 0, got inf"),
         ("trainer.updates=99999999999999999999", "~: expected a number below 2**63, got one of 67 bits"),
         ("run.seed=" + "9" * 5000, "override 'run.seed': not valid YAML: a value does not fit its type"),
         # what YAML can say and no field can mean
@@ -172,23 +148,16 @@ def test_a_path_is_one_line_that_a_file_can_be_named(path: str, value: str) -> N
             (f"reward.scorers.0.params={text}", "half a surrogate pair is no character, got ")
             for text in ('"a \\ud800"', '{a: ["\\udfff"]}', '{"\\ud800": 1}')
         ),
-        (
-            "reward.scorers.0.params=&p {x: *p}",
-            "override 'reward.scorers.0.params': not valid YAML: a value holds itself",
-        ),
+        ("reward.scorers.0.params=&p {x: *p}", "override 'reward.scorers.0.params': not valid YAML: a value holds its"),
         ("reward.scorers.0.params=" + "{a: " * 60 + "1" + "}" * 60, "reward.scorers.0.params: nested too deeply"),
         ("reward.scorers.0.params" + ".a" * 5000 + "=1", "reward.scorers.0.params: nested too deeply"),
         ("reward.scorers.0.params=" + "[" * 1500 + "]" * 1500, "override 'reward.scorers.0.params': nested too deeply"),
         ("run.seed=!!int ''", "override 'run.seed': not valid YAML: a value does not fit its type: IndexError"),
-        ("data.shuffle=!!bool perhaps", "not valid YAML: a value does not fit its type: KeyError('perhaps')"),
         ("run.name=!!timestamp today", "override 'run.name': not valid YAML: a value does not fit its type"),
-        ("run.seed=0b_", "override 'run.seed': not valid YAML: a value does not fit its type"),
         ("run.name=!!python/object:os.system x", "override 'run.name':1:1: not valid YAML: could not determine a cons"),
         ("run.name=!!python/object/apply:os.system [ls]", "could not determine a constructor for the tag"),
-        ("run=!!python/name:os.system", "could not determine a constructor for the tag"),
         ("run={seed: 1, seed: 2}", "override 'run':1:11: not valid YAML: key 'seed' given twice"),
         ("run={1: 2}", "override 'run':1:2: not valid YAML: keys are names, got 1"),
-        ("run={[a]: 2}", "not valid YAML: keys are names, got ['a']"),
         ("run.name=a\x00b", "override 'run.name': not valid YAML: special characters are not allowed"),
         # overrides that are none
         *(
@@ -203,20 +172,19 @@ def test_a_path_is_one_line_that_a_file_can_be_named(path: str, value: str) -> N
         ("model.path.x=1", "override 'model.path.x=1': 'path' is a value, not a section"),
     ],
 )
-def test_bad_values_are_refused_with_their_path_and_what_is_allowed(override: str, said: str) -> None:
+def test_wrong_overrides(override: str, said: str) -> None:
     assert with_key(said, override) in complaint(MINIMAL, override)
 
 
-def test_the_home_folder_is_written_as_in_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load_text(MINIMAL, "run.dir=~/runs").run.dir == str(tmp_path / "runs")
     assert load_text(MINIMAL, "model.path=~/models/q").model.path == str(tmp_path / "models/q")
-    (tmp_path / "recipe.yaml").write_text(MINIMAL + "run: {dir: ~/runs}\n")
-    assert load(tmp_path / "recipe.yaml").run.dir == str(tmp_path / "runs")
+    assert load_text(MINIMAL + "run: {dir: ~/runs}\n").run.dir == str(tmp_path / "runs")
     assert load_text(MINIMAL, "run.dir=elsewhere/runs").run.dir == "elsewhere/runs"
 
 
-def test_a_size_is_a_number_or_a_text() -> None:
+def test_sizes() -> None:
     sizes = {"8GiB": 2**33, "1.5 GiB": 3 * 2**29, "64MiB": 2**26, "999999TiB": 999999 * 2**40, "100000000": 10**8}
     assert {text: load_text(MINIMAL, f"buffer.max_bytes={text}").buffer.bound for text in sizes} == sizes
 
@@ -231,20 +199,14 @@ _MERGED = [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in ran
     ("text", "said"),
     [
         ("", "expected a mapping of sections, got NoneType"),
-        ("just text", "expected a mapping of sections, got str"),
         ("- a\n- b\n", "expected a mapping of sections, got list"),
-        ("{}", "model: required, expected mapping"),
         ("model: {}", "model.path: required, expected str"),
         ("model: [", "recipe.yaml:1:9: not valid YAML"),
         ("model:\n\tpath: x\n", "recipe.yaml:2:1: not valid YAML: found character '\\t' that cannot start any token"),
-        ("%", "not valid YAML"),
         ("a: 1\n---\nb: 2\n", "not valid YAML: but found another document"),
-        (MINIMAL + "data: {prompts: again.txt}\n", "recipe.yaml:4:1: not valid YAML: key 'data' given twice"),
         (MINIMAL + "run:\n  seed: 1\n  name: x\n  seed: 2\n", "recipe.yaml:7:3: not valid YAML: key 'seed' given twi"),
         ("!!python/object/apply:os.system ['echo no']", "could not determine a constructor for the tag"),
         ("a: *nothing", "not valid YAML: found undefined alias 'nothing'"),
-        (MINIMAL + "run: &r {dir: *r}\n", "a value holds itself"),
-        ("? [a, b]\n: 1\n", "not valid YAML: keys are names"),
         ("2024-13-45: 1", "2024-13-45: unknown key"),
         ("\ud800: 1", "cannot be read"),
         # made to exhaust the reader
@@ -256,21 +218,18 @@ _MERGED = [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in ran
         pytest.param("a: {" * 60_000, "nested too deeply", id="mappings"),
         pytest.param("#" * 2**18 + "\n", "larger than 262144 bytes, so no recipe", id="large"),
         pytest.param("run: " + "ü" * 2**17 + "\n", "larger than 262144 bytes, so no recipe", id="large in bytes"),
-        ("run: !!python/object/new:os.system [ls]", "could not determine a constructor for the tag"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_explained_soon(text: str, said: str) -> None:
+def test_files_that_are_no_recipe(text: str, said: str) -> None:
     # At most 22 lines of Python are run for each character, and 350,000 for the values of a short text.
     assert said in require_lines(500_000 + 50 * len(text), lambda: complaint(text))
 
 
-def test_a_list_that_is_nested_too_deeply_is_no_recipe_and_aliases_in_moderation_are_fine() -> None:
-    with pytest.raises(ConfigError):
-        load_text("[" * 1500)
+def test_a_few_aliases_are_fine() -> None:
     assert load_text(MINIMAL + "\nrollout: {sampling: {height: &side 64, width: *side}}\n").rollout.sampling.width == 64
 
 
-def test_a_missing_file_a_folder_and_binary_are_explained(tmp_path: Path) -> None:
+def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "image.yaml").write_bytes(b"\x89PNG\xff\xfe")
     for path, said in (("nothing.yaml", "no such file"), ("image.yaml", "cannot be read: 'utf-8' codec")):
         assert complaint_about(tmp_path / path).startswith(f"{tmp_path / path}: {said}")
@@ -289,17 +248,13 @@ EMULATED = ["run.runtime=inprocess", "rollout.engine=emulated"]
     ("overrides", "said"),
     [
         (["rollout.sde.window.range=[3, 3]"], "rollout.sde.window.range: expected 0 <= lo < hi, got [3, 3]"),
-        (["rollout.sde.window.range=[-1, 3]"], "rollout.sde.window.range: expected 0 <= lo < hi, got [-1, 3]"),
         (["rollout.sde.window.size=6"], "rollout.sde.window.size: 6 steps do not fit into range [0, 5]"),
         (["rollout.num_inference_steps=5"], "hi may be at most num_inference_steps - 1 = 4, got 5"),
         (["staleness.max_updates=999", "trainer.groups_per_update=200"], "= 200000 groups may be ... at most 100000"),
         (["weights.publish_every=3", "staleness.max_updates=1"], "1 is smaller than weights.publish_every - 1 = 2"),
         (["weights.payload=lora"], "weights.payload: 'lora' needs model.lora; use 'full' or set model.lora.rank"),
         (["trainer.steps_per_update=3"], "trainer.steps_per_update: 3 does not divide groups_per_update = 4"),
-        (
-            ["trainer.steps_per_update=2", "trainer.groups_per_micro_batch=4"],
-            "trainer.groups_per_micro_batch: 4 does not divide the 2 groups of an optimizer step; use a divisor",
-        ),
+        (["trainer={steps_per_update: 2, groups_per_micro_batch: 4}"], "micro_batch: 4 does not ... use a divisor"),
         (["trainer.backend=plain", "trainer.workers=2"], "'plain' is one rank, got trainer.workers = 2"),
         (["trainer.backend=fsdp"], "expected one of ['fsdp2', 'plain'] or 'auto', got 'fsdp'; did you mean 'fsdp2'?"),
         (["trainer.offload=true", "trainer.backend=plain"], "'plain' does not offload ... trainer.backend: fsdp2"),
@@ -310,48 +265,29 @@ EMULATED = ["run.runtime=inprocess", "rollout.engine=emulated"]
         (["reward.backoff_max_s=0.5"], "reward.backoff_max_s: pauses begin with reward.backoff_s = 1, got 0.5"),
         (["reward.scorers.0.weight=0"], "reward.scorers: every weight is 0, so there is no reward"),
         (["reward.scorers=[]"], "reward.scorers: required, at least one; `omni-async list` shows them"),
-        (["reward={}"], "reward.scorers: required, at least one; `omni-async list` shows them"),
         (["data.prompts=null"], "data.prompts: required, expected a prompt file (.txt or .jsonl), or data.preferences"),
-        (["data={}"], "data.prompts: required, expected a prompt file (.txt or .jsonl), or data.preferences for off"),
         ([EXACT, "buffer.groups=15"], "buffer.groups: staleness.exact waits for all 16 ... so they must fit; got 15"),
         ([EXACT, "buffer.max_bytes=8GiB"], "buffer.max_bytes: staleness.exact waits for a whole number of updates'"),
         (["buffer.max_bytes=24MiB"], "an update's 32 samples ... 768 KiB of media ... more than 24 MiB, got 24MiB"),
-        (
-            ["staleness.exact=true", "weights.publish_every=2"],
-            "weights.publish_every: ... nothing older than S updates",
-        ),
+        (["staleness.exact=true", "weights.publish_every=2"], "weights.publish_every: ... nothing older than S update"),
         (["rollout.batching=request"], "weights.swap: 'step' swaps ... use swap: request or drain, or batching: step"),
         (["rollout.batching=request", "schedule=async"], "weights.swap: 'step' (set by schedule: async) swaps between"),
         (["rollout={batching: request, engine: emulated}", "weights.swap=drain"], "engines vllm_omni and diffusers"),
         (["rollout.engine_args={dtype: half}"], "rollout.engine_args.dtype: the run sets it; use model.dtype"),
         (["trainer.gather=step"], "trainer.gather: step: one rank holds all weights ... use layer"),
-        (
-            ["trainer.optimizer={name: sgd, fused: true}"],
-            "trainer.optimizer.fused: only adamw has one kernel, got sgd",
-        ),
-        (
-            ["rollout.engine_args={stage_overrides: {'0': {dtype: bfloat16}}}"],
-            "rollout.engine_args.stage_overrides: it sets other arguments ... name them in rollout.engine_args",
-        ),
+        (["trainer.optimizer={name: sgd, fused: true}"], "trainer.optimizer.fused: only adamw has one kernel, got sgd"),
+        (["rollout.engine_args={stage_overrides: {'0': {dtype: bfloat16}}}"], "stage_overrides: ... name them in"),
         (["rollout.attention_backend=SAGE_ATTN"], "rollout.attention_backend: SAGE_ATTN: it approximates ... use auto"),
-        (["rollout.engine_args={log_stats: true}"], "rollout.engine_args.log_stats: the run sets it; leave it out"),
-        (
-            ["rollout.engine_args={tensor_parallel_size: 2}"],
-            "rollout.engine_args.tensor_parallel_size: new weights are loaded in place ... use more rollout.workers",
-        ),
-        (
-            ["rollout.engine_args={cache_backend: tea_cache}"],
-            "rollout.engine_args.cache_backend: it approximates ... leave it out",
-        ),
+        (["rollout.engine_args={tensor_parallel_size: 2}"], "tensor_parallel_size: ... use more rollout.workers"),
+        (["rollout.engine_args={cache_backend: tea_cache}"], "cache_backend: it approximates ... leave it out"),
         ([*DIFFUSERS, "rollout.compile=on"], "rollout.compile: expected rollout.engine vllm_omni, got diffusers"),
-        ([*DIFFUSERS, "rollout.attention_backend=FLASH_ATTN"], "rollout.attention_backend: expected rollout.engine"),
         ([*DIFFUSERS, "rollout.engine_args={vae_use_tiling: true}"], "rollout.engine_args: expected rollout.engine"),
         (["run.runtime=inprocess"], "run.runtime: 'inprocess' cannot host the vllm_omni engine"),
         ([*EMULATED, "trainer.workers=2"], "run.runtime: 'inprocess' has one trainer rank, got trainer.workers = 2"),
         ([*EMULATED, "weights.transport=collective"], "weights.transport: 'collective' needs run.runtime: ray"),
     ],
 )
-def test_combinations_that_cannot_work_are_refused_with_the_way_out(overrides: list[str], said: str) -> None:
+def test_wrong_combinations(overrides: list[str], said: str) -> None:
     message = complaint(MINIMAL, *overrides)
     assert all(part in message for part in said.split(" ... "))
 
@@ -359,29 +295,22 @@ def test_combinations_that_cannot_work_are_refused_with_the_way_out(overrides: l
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["weights.publish_every=3", "staleness.max_updates=2"],
-        ["weights.payload=lora", "model.lora.rank=4"],
-        ["rollout.batching=request", "weights.swap=request"],
-        ["rollout.batching=request", "weights.swap=drain"],
-        ["trainer.streaming=on"],
+        ["weights={publish_every: 3, payload: lora}", "staleness.max_updates=2", "model.lora.rank=4"],
+        *(["rollout.batching=request", f"weights.swap={swap}"] for swap in ("request", "drain")),
         ["trainer.streaming=on", "algorithm.advantage.std=group", "algorithm.kl_coef=0.1"],
         ["trainer.streaming=off", "buffer.groups=4"],
-        ["trainer.offload=true", "trainer.backend=fsdp2"],
-        ["trainer.offload=true", "trainer.workers=2"],
+        *(["trainer.offload=true", ranks] for ranks in ("trainer.backend=fsdp2", "trainer.workers=2")),
         ["trainer.offload=true", "placement.trainer.gpus=1"],
-        ["placement.trainer.gpus=0.5", "placement.reward.gpus=2"],
-        ["rollout.num_inference_steps=6"],
-        ["run.runtime=inprocess", "rollout.engine=diffusers"],
+        ["placement.trainer.gpus=0.5", "placement.reward.gpus=2", "rollout.num_inference_steps=6"],
+        ["run.runtime=inprocess", "rollout.engine=diffusers", "rollout.compile=off"],
         ["rollout.sde=null", "rollout.num_inference_steps=2"],
         [EXACT, "buffer.groups=16"],
-        OFFLINE,
         [*OFFLINE, "run.runtime=inprocess"],
         ["rollout.engine_args={vae_use_tiling: true}", "rollout.attention_backend=FLASH_ATTN", "rollout.compile=on"],
-        [*DIFFUSERS, "rollout.compile=off"],
         ["algorithm.correction.band=[0.5, 2]", "algorithm.correction.cap=null"],
     ],
 )
-def test_combinations_at_the_edge_are_accepted(overrides: list[str]) -> None:
+def test_accepted_combinations(overrides: list[str]) -> None:
     config = load_text(MINIMAL, *overrides)
     assert config.trainer.updates == 100 and config.validation is None, "defaults that work"
 
@@ -389,7 +318,7 @@ def test_combinations_at_the_edge_are_accepted(overrides: list[str]) -> None:
 # ---- the schema in words ---------------------------------------------------------------------------------------------
 
 
-def test_every_field_is_described_and_says_what_it_allows() -> None:
+def test_every_field_is_described() -> None:
     for path, (annotation, _) in FIELDS.items():
         assert description(annotation).strip() and description(annotation).endswith((".", "?")), path
         text = describe(annotation)
@@ -397,7 +326,7 @@ def test_every_field_is_described_and_says_what_it_allows() -> None:
         assert describe(annotation_at(Config, path.replace("[]", ".0").split("."))) == text
 
 
-def test_the_walk_reaches_every_field_of_every_section_each_of_which_refuses_unknown_keys_and_never_changes() -> None:
+def test_every_section_is_strict() -> None:
     def count(section: type[msgspec.Struct]) -> int:
         assert section.__struct_config__.forbid_unknown_fields and section.__struct_config__.frozen, section
         nested = [struct_of(annotation) for annotation in fields_of(section).values()]
@@ -411,41 +340,8 @@ def test_the_walk_reaches_every_field_of_every_section_each_of_which_refuses_unk
     assert required == {"model", "data", *named}
 
 
-@pytest.mark.parametrize(
-    ("annotation", "text"),
-    [
-        (int, "int"),
-        (Annotated[int, Meta(ge=1, lt=9)], "int >= 1, < 9"),
-        (Annotated[float, Meta(gt=0)] | None, "float > 0 or null"),
-        (tuple[Annotated[float, Meta(gt=0)], Annotated[float, Meta(gt=0)]] | None, "list of 2 float > 0 or null"),
-        (Literal["a", "b"], "one of 'a', 'b'"),
-        (tuple[int, int], "list of 2 int"),
-        (Annotated[tuple[str, ...], Meta(min_length=1)], "list of str length >= 1"),
-        (dict[str, Any], "mapping"),
-        (Config, "mapping"),
-        (Annotated[int, Meta(multiple_of=16)], "int multiple of 16"),
-        (Annotated[str, Meta(pattern="^a$")], "str matching ^a$"),
-    ],
-)
-def test_bounds_are_put_in_words(annotation: Any, text: str) -> None:
-    assert describe(annotation) == text
-
-
-def test_paths_lead_to_items_also_where_there_may_be_none_and_have_no_annotation_outside_of_the_schema() -> None:
+def test_annotations_of_items() -> None:
     for path in ("algorithm.correction.k1.0", "algorithm.correction.k1.1", "algorithm.correction.band.1"):
         assert describe(annotation_at(Config, path.split("."))) == "float > 0"
-    assert describe(annotation_at(Config, ["trainer", "optimizer", "betas", "1"])) == "float >= 0, < 1"
     for path in ("nothing", "0", "run.seed.x", "reward.scorers.0.params.x", "model.lora.rank.0"):
         assert annotation_at(Config, path.split(".")) is None
-
-
-class Inheriting(Awm, kw_only=True, frozen=True):
-    power: float = 0.5
-    own: int = 1
-    """Its own text."""
-
-
-def test_inherited_fields_keep_their_texts() -> None:
-    texts = {path: description(annotation) for path, annotation, _ in walk(Inheriting)}
-    inherited = {path: description(annotation) for path, annotation, _ in walk(Awm)}
-    assert texts == inherited | {"own": "Its own text."}

@@ -1,10 +1,8 @@
-"""Tests what a good file and good overrides resolve to: values, paths, and a resolved file that says the same; also for
-a recipe that extends another and gives only its differences."""
+"""Tests how files, overrides and `extends` resolve: values, paths, and a resolved file with the same contents."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,7 +20,6 @@ from omni_async.config.load import family_of, inputs_of
 from omni_async.config.redact import is_secret_key
 from omni_async.plugins.families import PipelineFamily, SamplingSpec, family_names, find_family
 from tests.config.recipe import MINIMAL, complaint_about, load_text
-from tests.support.patience import PATIENCE
 
 
 @pytest.mark.parametrize(
@@ -53,22 +50,17 @@ def test_overrides_set_one_value(override: str, value: object) -> None:
     assert here == value and type(here) is type(value)
 
 
-def test_the_last_override_wins_and_sections_can_be_replaced() -> None:
-    overrides = ("trainer.updates=3", "rollout={group_size: 4}", "rollout.workers=2", "trainer.updates=5")
-    config = load_text(MINIMAL, *overrides)
-    assert (config.trainer.updates, config.rollout.group_size, config.rollout.workers) == (5, 4, 2)
-
-
-def test_overrides_reach_into_lists() -> None:
+def test_later_overrides_win() -> None:
     two = MINIMAL.replace("[{name: ocr}]", "[{name: ocr}, {name: jpeg_size}]")
-    config = load_text(two, "reward.scorers.1.weight=0.5", "reward.scorers.0={name: http, params: {url: x}}")
+    overrides = ("trainer.updates=3", "rollout={group_size: 4}", "rollout.workers=2", "trainer.updates=5")
+    lists = ("reward.scorers.1.weight=0.5", "reward.scorers.0={name: http, params: {url: x}}")
+    config = load_text(two, *overrides, *lists)
+    assert (config.trainer.updates, config.rollout.group_size, config.rollout.workers) == (5, 4, 2)
     found = [(scorer.name, scorer.weight, scorer.params) for scorer in config.reward.scorers]
     assert found == [("http", 1.0, {"url": "x"}), ("jpeg_size", 0.5, {})]
 
 
-def test_paths_start_at_the_recipe_and_those_of_overrides_at_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_start_at_recipe_or_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipes, elsewhere = tmp_path / "recipes", tmp_path / "elsewhere"
     recipe = write(recipes, own=MINIMAL.replace("checkpoints/tiny", "../m") + "validation: {prompts: /abs/v.txt}\n")
     elsewhere.mkdir()
@@ -79,21 +71,17 @@ def test_paths_start_at_the_recipe_and_those_of_overrides_at_the_working_directo
     assert config.validation is not None and config.validation.prompts == "/abs/v.txt"
     assert config.checkpoint.resume is None
     assert config.run.dir == "runs", "where runs go is relative to the working directory, and says so"
-    config = load(recipe, ["model.path=mine", "checkpoint.resume=runs/1/checkpoints/3"])
-    assert config.model.path == str(elsewhere / "mine")
-    assert config.checkpoint.resume == str(elsewhere / "runs/1/checkpoints/3")
-    assert config.data.prompts == str(recipes / "prompts.txt")
-    offline = ["data={preferences: pairs.parquet}", "reward={}"]
-    assert load(recipe, offline).data.preferences == str(elsewhere / "pairs.parquet")
-    config = load(recipe, ["model={path: mine}", "validation={prompts: v.txt}"])
-    assert config.model.path == str(elsewhere / "mine"), "also when the whole section is given"
+    offline = ("data={preferences: pairs.parquet}", "reward={}", "checkpoint.resume=runs/1/checkpoints/3")
+    config = load(recipe, ["model={path: mine}", "validation={prompts: v.txt}", *offline])
+    assert (config.model.path, config.data.preferences) == (str(elsewhere / "mine"), str(elsewhere / "pairs.parquet"))
     assert config.validation is not None and config.validation.prompts == str(elsewhere / "v.txt")
+    assert config.checkpoint.resume == str(elsewhere / "runs/1/checkpoints/3")
     config = load(write(tmp_path / "mine", own="extends: ../recipes/own.yaml\nmodel: {path: m}\n"))
     assert config.model.path == str(tmp_path / "mine" / "m")
     assert config.data.prompts == str(recipes / "prompts.txt"), "from the file that says it"
 
 
-def test_the_roles_that_make_samples_have_names() -> None:
+def test_engine_names() -> None:
     assert load_text(MINIMAL, "rollout.workers=3").engine_names == ("rollout-0", "rollout-1", "rollout-2")
     offline = load_text(MINIMAL, "rollout.workers=3", "data={preferences: pairs.parquet}", "reward={}")
     assert offline.engine_names == ("reader",), "a dataset has one reader, however many engines there might be"
@@ -111,7 +99,7 @@ def test_the_roles_that_make_samples_have_names() -> None:
         ("{mode: decoupled, k1: [0.5, 2]}", False, True),
     ],
 )
-def test_a_correction_says_what_it_does_to_the_mean(settings: str, normalises: bool, masks: bool) -> None:
+def test_corrections_normalise_and_mask(settings: str, normalises: bool, masks: bool) -> None:
     correction = load_text(MINIMAL, f"algorithm.correction={settings}").algorithm.correction
     assert (correction.normalises, correction.masks) == (normalises, masks)
 
@@ -129,7 +117,7 @@ def test_a_correction_says_what_it_does_to_the_mean(settings: str, normalises: b
         ["data={preferences: pairs.parquet}", "reward={}", "staleness={max_updates: 0, exact: true}"],
     ],
 )
-def test_a_resolved_configuration_reads_back_as_itself(overrides: list[str]) -> None:
+def test_resolved_configurations_read_back(overrides: list[str]) -> None:
     config = load_text(MINIMAL, *overrides)
     text = resolved_yaml(config)
     again = load_text(text)
@@ -147,7 +135,7 @@ def test_a_resolved_configuration_reads_back_as_itself(overrides: list[str]) -> 
     number=st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**63) + 1, 2**63 - 1),
 )
 @example(text="SIG", number=0.0)
-def test_any_text_and_any_number_survive_resolving(text: str, number: float) -> None:
+def test_any_text_survives_resolving(text: str, number: float) -> None:
     assume(not is_secret_key(text, [text]))  # what such a key holds is masked
     config = load_text(MINIMAL)
     scorer = {"name": "x", "params": {text: [text, number]}}
@@ -165,38 +153,21 @@ _KEYS = "model path reward scorers 0 1 params rollout sde window range trainer u
 PATHS = st.lists(st.sampled_from([*_KEYS.split(), ""]) | st.text(max_size=3), max_size=5).map(".".join)
 
 
-@settings(max_examples=300, deadline=None)
-@given(text=st.text() | ODD_YAML | ODD_YAML.map(lambda t: MINIMAL + t))
-def test_no_text_as_a_file_does_anything_but_load_or_complain(text: str) -> None:
+@settings(max_examples=400, deadline=None)
+@given(
+    text=st.just(MINIMAL) | st.text() | ODD_YAML | ODD_YAML.map(lambda t: MINIMAL + t),
+    overrides=st.lists(st.builds("{}={}".format, PATHS, st.text() | ODD_YAML) | st.text(), max_size=3),
+)
+def test_any_text_loads_or_is_refused(text: str, overrides: list[str]) -> None:
     try:
-        config = load_text(text)
+        config = load_text(text, *overrides)
     except ConfigError as error:
         assert str(error)
     else:
-        assert check(config) is None
+        assert check(config) is None and load_text(resolved_yaml(config)) == config
 
 
-@settings(max_examples=300, deadline=None)
-@given(overrides=st.lists(st.builds("{}={}".format, PATHS, st.text() | ODD_YAML) | st.text(), max_size=3))
-def test_no_text_as_an_override_does_anything_but_load_or_complain(overrides: list[str]) -> None:
-    try:
-        config = load_text(MINIMAL, *overrides)
-    except ConfigError as error:
-        assert str(error)
-    else:
-        assert load_text(resolved_yaml(config)) == config
-
-
-def test_loading_imports_neither_torch_nor_ray(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(MINIMAL)
-    heavy = {"torch", "ray", "diffusers", "transformers", "vllm", "mlflow", "tensordict", "numpy"}
-    script = f"""import sys, omni_async.config as config, omni_async.control.coordinator
-config.load(sys.argv[1])
-sys.exit(" ".join({heavy} & {{*sys.modules}}) or 0)"""
-    subprocess.run([sys.executable, "-c", script, tmp_path / "run.yaml"], timeout=PATIENCE, check=True)
-
-
-def test_buckets_are_the_shared_sampling_and_what_differs() -> None:
+def test_buckets() -> None:
     config = load_text(
         MINIMAL,
         "rollout.sampling={height: 64, width: 32, true_cfg_scale: 2}",
@@ -214,7 +185,7 @@ def test_buckets_are_the_shared_sampling_and_what_differs() -> None:
 # ---- mode `auto` of the off-policy correction ----
 
 
-def test_beyond_four_updates_auto_tempers_weights_and_masks_far_steps_instead_of_bypassing() -> None:
+def test_auto_correction() -> None:
     for updates in (0, 2, 4):
         assert load_text(MINIMAL, f"staleness.max_updates={updates}").correction == Correction(mode="bypass")
     for updates in (5, 8):
@@ -234,30 +205,33 @@ def checkpoint(folder: Path, text: str) -> Path:
     return folder
 
 
+def recipe_of(folder: Path, path: str) -> Path:
+    """Writes a recipe that does not name the family of its model."""
+    return write(folder, own=MINIMAL.replace("pipeline: qwen_image, path: checkpoints/tiny", f"path: {path}"))
+
+
 @pytest.mark.parametrize("family", ["qwen_image", "stable_diffusion_3", "wan2_2"])
-def test_the_family_is_the_one_that_takes_the_checkpoint(tmp_path: Path, family: str) -> None:
-    text = json.dumps({"_class_name": find_family(family).model_index_class})
-    folder = checkpoint(tmp_path / "model", text)
-    (tmp_path / "recipe.yaml").write_text(
-        MINIMAL.replace("{pipeline: qwen_image, path: checkpoints/tiny}", "{path: model}")
-    )
-    config = load(tmp_path / "recipe.yaml", ["rollout.sampling.height=32"])
+def test_family_of_a_checkpoint(tmp_path: Path, family: str) -> None:
+    folder = checkpoint(tmp_path / "model", json.dumps({"_class_name": find_family(family).model_index_class}))
+    config = load(recipe_of(tmp_path, "model"), ["rollout.sampling.height=32"])
     assert family_of(folder) == config.model.pipeline == family
     assert config.rollout.sampling.height == 32
 
 
-def test_a_hubs_name_is_found_in_its_cache_and_what_is_not_there_is_said_how_to_get(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cached = tmp_path / "hub" / "models--owner--some.model"
-    snapshot = cached / "snapshots" / ("0" * 40)
+def cached_snapshot(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Path:
+    """Makes the empty snapshot of a model in a hub's cache."""
+    snapshot = folder / "hub" / f"models--{name}" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("0" * 40)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
+    return snapshot
+
+
+def test_models_of_a_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = cached_snapshot(tmp_path, monkeypatch, "owner--some.model")
     (snapshot / "model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("model: {path: owner/some.model}\ndata: {prompts: p.txt}\nreward: {scorers: [{name: ocr}]}\n")
+    recipe = recipe_of(tmp_path, "owner/some.model")
     config = load(recipe)
     assert Path(config.model.path).resolve() == snapshot.resolve() and config.model.pipeline == "stable_diffusion_3"
     assert load(recipe, ["model.path=/owner/some.model"]).model.path == "/owner/some.model"
@@ -266,14 +240,10 @@ def test_a_hubs_name_is_found_in_its_cache_and_what_is_not_there_is_said_how_to_
         family_of(Path(other))
 
 
-def test_how_to_get_a_checkpoint_names_the_folder_that_the_recipe_means_and_no_owner_that_nobody_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "my recipes").mkdir()
-    recipe = tmp_path / "my recipes" / "recipe.yaml"
-    recipe.write_text("model: {path: ../my models/Net}\ndata: {prompts: p.txt}\nreward: {scorers: [{name: ocr}]}\n")
+def test_how_to_get_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names the recipe's folder, and no owner that the recipe does not name."""
     folder = tmp_path / "my models" / "Net"
-    said = how_to_get(Path(load(recipe).model.path))
+    said = how_to_get(folder)
     assert said.startswith(f"there is no folder {folder}; ") and f"OWNER/NAME --local-dir '{folder}'`" in said
     assert "download my models" not in said
     monkeypatch.chdir(tmp_path)
@@ -286,15 +256,13 @@ def test_how_to_get_a_checkpoint_names_the_folder_that_the_recipe_means_and_no_o
     ("text", "said"),
     [
         ('{"_class_name": "UnheardPipeline"}', "model.path: .* is a UnheardPipeline checkpoint, and none of"),
-        *zip(
-            ('{"_class_name"', "[]", "{}"),
-            ("is cut off or no JSON", "expected a JSON obj", "names no pip"),
-            strict=True,
-        ),
+        ('{"_class_name"', "is cut off or no JSON"),
+        ("[]", "expected a JSON obj"),
+        ("{}", "names no pip"),
         ('{"_class_name": "TwicePipeline"}', "is a TwicePipeline checkpoint, and .* all take it: name one"),
     ],
 )
-def test_a_checkpoint_that_no_family_takes_or_several(tmp_path: Path, monkeypatch, text: str, said: str) -> None:
+def test_checkpoints_without_one_family(tmp_path: Path, monkeypatch, text: str, said: str) -> None:
     def find(name: str) -> PipelineFamily:
         if name == family_names()[-1]:
             raise ValueError("model.pipeline: its package is broken")
@@ -318,7 +286,7 @@ def write(folder: Path, **files: str) -> Path:
     return folder / "own.yaml"
 
 
-def test_sections_are_merged_key_by_key_and_everything_else_is_replaced(tmp_path: Path) -> None:
+def test_sections_are_merged(tmp_path: Path) -> None:
     base = MINIMAL + (
         "rollout: {workers: 3, group_size: 6, sde: {kind: cps, noise_level: 0.8, window: {size: 3, range: [0, 4]}}}\n"
         "trainer: {updates: 7, optimizer: {lr: 0.5, betas: [0.1, 0.2]}}\n"
@@ -340,7 +308,7 @@ def test_sections_are_merged_key_by_key_and_everything_else_is_replaced(tmp_path
     assert config.validation is None
 
 
-def test_a_section_can_be_taken_away_and_given_back(tmp_path: Path) -> None:
+def test_sections_can_be_removed_and_added(tmp_path: Path) -> None:
     files = {
         "base": MINIMAL + "rollout: {sde: {kind: dance}}\n",
         "without": "extends: base.yaml\nrollout: {sde: null}\n",
@@ -348,24 +316,17 @@ def test_a_section_can_be_taken_away_and_given_back(tmp_path: Path) -> None:
     }
     own = write(tmp_path, **files)
     assert load(tmp_path / "without.yaml").rollout.sde is None
-    sde = load(own).rollout.sde
-    assert sde is not None and (sde.kind, sde.noise_level) == ("flow", 0.3), "nothing is left of what was taken away"
-
-
-def test_overrides_come_last_and_a_resolved_configuration_stands_alone(tmp_path: Path) -> None:
-    own = write(tmp_path, base=MINIMAL + "run: {seed: 1, name: base}\n", own="extends: base.yaml\nrun: {seed: 2}\n")
     config = load(own, ["run.seed=3"])
-    assert (config.run.seed, config.run.name) == (3, "base")
+    sde = config.rollout.sde
+    assert sde is not None and (sde.kind, sde.noise_level) == ("flow", 0.3), "nothing is left of the removed section"
     text = resolved_yaml(config)
-    assert "extends" not in text
-    assert load(write(tmp_path / "elsewhere", own=text)) == config
+    assert "extends" not in text and load(write(tmp_path / "elsewhere", own=text)) == config
 
 
-def test_a_chain_of_recipes_is_followed(tmp_path: Path) -> None:
+def test_chains_of_recipes(tmp_path: Path) -> None:
     links = {f"link{i}": f"extends: link{i + 1}.yaml\nrun: {{seed: {i}}}\n" for i in range(7)}
     own = write(tmp_path, own="extends: link0.yaml\n", **links, link7=MINIMAL + "run: {seed: 99, name: last}\n")
-    config = load(own)
-    assert (config.run.seed, config.run.name) == (0, "last")
+    assert (load(own).run.seed, load(own).run.name, load(own, ["run.seed=3"]).run.seed) == (0, "last", 3)
 
 
 @pytest.mark.parametrize(
@@ -375,33 +336,21 @@ def test_a_chain_of_recipes_is_followed(tmp_path: Path) -> None:
         ({"own": "extends: other.yaml\n", "other": "extends: ./own.yaml\n"}, "extends: recipes extend each other in"),
         ({"own": "extends: nowhere.yaml\n"}, "own.yaml extends it)"),
         ({"own": "extends: [base.yaml]\n"}, "own.yaml: extends: expected the path of a recipe, got ['base.yaml']"),
-        ({"own": "extends: 3\n"}, "own.yaml: extends: expected the path of a recipe, got 3"),
         ({"own": "extends: .\n"}, "cannot be read: it is a folder, not a file"),
         ({"own": 'extends: "a\\0b"\n'}, "cannot be read: embedded null byte"),
         ({"own": "extends: base.yaml\n", "base": "- a\n"}, "base.yaml: expected a mapping of sections, got list"),
-        ({"own": "extends: base.yaml\n", "base": "model: [\n"}, "base.yaml:2:1: not valid YAML"),
         ({"own": "extends: base.yaml\n", "base": "run: {seed: .inf}\n"}, "base.yaml: run.seed: expected a finite"),
         ({"own": "extends: base.yaml\n", "base": MINIMAL + "trainer: {updtes: 1}\n"}, "trainer.updtes: unknown key"),
-        ({"own": "extends: base.yaml\nrun: 3\n", "base": MINIMAL + "run: {seed: 2}\n"}, "run: expected mapping, got 3"),
-        (
-            {f"link{i}": f"extends: link{i + 1}.yaml\n" for i in range(12)} | {"own": "extends: link0.yaml"},
-            "more than 8 deep",
-        ),
+        ({"own": "extends: l0.yaml", **{f"l{i}": f"extends: l{i + 1}.yaml\n" for i in range(12)}}, "more than 8 deep"),
     ],
 )
-def test_a_base_that_cannot_be_used_is_one_line(tmp_path: Path, files: dict[str, str], said: str) -> None:
+def test_unusable_bases(tmp_path: Path, files: dict[str, str], said: str) -> None:
     assert said in complaint_about(write(tmp_path, **files))
     assert "extends: unknown key" in complaint_about(write(tmp_path, own=MINIMAL), "extends=base.yaml"), "no override"
 
 
-def test_paths_of_registered_scorers_are_relative_to_the_recipe_and_may_be_names_of_the_hubs_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    snapshot = tmp_path / "hub" / "models--owner--clip" / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+def test_paths_of_scorers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = cached_snapshot(tmp_path, monkeypatch, "owner--clip")
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "recipes"
     folder.mkdir()
@@ -411,12 +360,10 @@ def test_paths_of_registered_scorers_are_relative_to_the_recipe_and_may_be_names
         "{name: aesthetic, params: {path: /clip, head: 'env:HEAD'}}",
     )
     recipe = folder / "recipe.yaml"
-    text = MINIMAL.replace("{scorers: [{name: ocr}]}", f"{{scorers: [{', '.join(scorers)}]}}")
-    assert scorers[0] in text
-    recipe.write_text(text)
+    recipe.write_text(MINIMAL.replace("{name: ocr}", ", ".join(scorers)))
     first, own, last = (scorer.params for scorer in load(recipe).reward.scorers)
     assert first == {"path": str(folder / "clip"), "processor": str(snapshot)}
-    assert own == {"path": "clip"}, "what a parameter of one's own scorer means is that scorer's"
+    assert own == {"path": "clip"}, "the parameter of an unregistered scorer need not be a path"
     assert last == {"path": "/clip", "head": "env:HEAD"}
     both = "{name: hps_v3, params: {path: a, weights: b, question: c}}, {name: mine, params: {weights: b}}"
     first, other = (scorer.params for scorer in load(recipe, [f"reward.scorers=[{both}]"]).reward.scorers)
@@ -424,12 +371,10 @@ def test_paths_of_registered_scorers_are_relative_to_the_recipe_and_may_be_names
     assert other == {"weights": "b"}
     said = "reward.scorers.0.params.path=elsewhere"
     assert load(recipe, [said]).reward.scorers[0].params["path"] == str(tmp_path / "elsewhere")
-    listed = "reward.scorers=[{name: hps_v2, params: {path: x}}]"
-    assert load(recipe, [listed]).reward.scorers[0].params["path"] == str(tmp_path / "x")
 
 
 @pytest.mark.parametrize("text", ["/" + "rate the picture " * 40, "/proc/1/root/a.json"])
-def test_a_text_of_a_scorer_that_is_no_path_is_no_input(text: str, tmp_path: Path) -> None:
+def test_texts_of_scorers_are_no_inputs(text: str, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(MINIMAL.replace("{name: ocr}", f"{{name: 'judges:Mine', params: {{question: {text!r}}}}}"))
     assert inputs_of(recipe, load(recipe)) == [recipe]

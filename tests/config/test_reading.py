@@ -1,5 +1,4 @@
-"""Tests that every reader of a user's files refuses a path that is not a file at once, in one line, instead of waiting
-for it."""
+"""Tests that readers of a user's files refuse a path that is not a file at once, in one line."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from omni_async.cli import main
 from omni_async.commands.bench.result import read_overlap
 from omni_async.config import ConfigError, load
 from omni_async.config.decoding import decode_json
@@ -30,6 +28,12 @@ def _make_socket(path: Path) -> None:
         server.bind(str(path))
 
 
+def _extending(base: Path) -> Path:
+    own = base.with_name("own.yaml")
+    own.write_text("extends: base.yaml\n")
+    return own
+
+
 _KINDS = [
     pytest.param(Path.mkdir, "a folder", id="folder"),
     pytest.param(os.mkfifo, "a named pipe", id="pipe"),
@@ -41,44 +45,29 @@ _READERS = {
     "pairs.parquet": lambda path: PreferencePairs(str(path)),
     "profile.json": lambda path: load_profile(str(path)),
     "recipe.yaml": load,
+    "base.yaml": lambda path: load(_extending(path)),
 }
 
 
 @pytest.mark.timeout(PATIENCE)
 @pytest.mark.parametrize(("make", "kind"), _KINDS)
 @pytest.mark.parametrize("name", _READERS)
-def test_a_path_that_is_no_file_is_refused_at_once_with_its_kind(
-    tmp_path: Path, name: str, make: Callable[[Path], None], kind: str
-) -> None:
+def test_paths_that_are_no_files(tmp_path: Path, name: str, make: Callable[[Path], None], kind: str) -> None:
     make(tmp_path / name)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=rf"^.*{name}.*it is {kind}, not a file.*\Z"):
         _READERS[name](tmp_path / name)
-    assert f"{name}" in str(refused.value) and f"it is {kind}, not a file" in str(refused.value)
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.timeout(PATIENCE)
 @pytest.mark.parametrize("read", [read_lines, read_summary, read_trace, read_overlap])
-def test_files_of_a_run_are_not_waited_for_either(tmp_path: Path, read: Callable[[Path], object]) -> None:
+def test_run_files_that_are_pipes(tmp_path: Path, read: Callable[[Path], object]) -> None:
     os.mkfifo(tmp_path / "left.json")
     assert read_ending(tmp_path / "left.json") == (None, 0), "a run whose summary is a pipe has no known end"
     with pytest.raises((OSError, ConfigError), match="it is a named pipe, not a file"):
         read(tmp_path / "left.json")
 
 
-@pytest.mark.timeout(PATIENCE)
-def test_a_recipe_may_not_extend_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    os.mkfifo(tmp_path / "base.yaml")
-    (tmp_path / "own.yaml").write_text("extends: base.yaml\n")
-    assert main(["check", str(tmp_path / "own.yaml")]) == 2
-    said = (
-        f"omni-async: {tmp_path}/base.yaml: cannot be read: it is a named pipe, not a file ({tmp_path}/own.yaml extends"
-        " it)\n"
-    )
-    assert capsys.readouterr().err == said
-
-
-def test_files_are_read_through_links_and_up_to_a_size(tmp_path: Path) -> None:
+def test_links_and_sizes(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12345")
     (tmp_path / "link").symlink_to("file")
     assert read_file(tmp_path / "link") == b"12345" == read_file(tmp_path / "link", 5)
@@ -91,7 +80,7 @@ def test_files_are_read_through_links_and_up_to_a_size(tmp_path: Path) -> None:
         require_file(tmp_path / "nowhere")
 
 
-def test_a_file_outside_the_folder_that_names_it_is_refused_links_included(tmp_path: Path) -> None:
+def test_files_outside_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     (folder / "below").mkdir(parents=True)
     for path in (tmp_path / "secret", folder / "below" / "own"):
@@ -109,7 +98,7 @@ def test_a_file_outside_the_folder_that_names_it_is_refused_links_included(tmp_p
                 read_file(root / outside, within=root)
 
 
-def test_json_of_too_many_values_is_refused_before_it_takes_memory() -> None:
+def test_hostile_json() -> None:
     assert decode_json(b'{"a": [1, 2]}') == {"a": [1, 2]}
     for content, complaint in (
         (b"[" + b"[]," * 10**6 + b"0]", "more than 1000000 values"),

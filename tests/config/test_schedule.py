@@ -34,40 +34,37 @@ def at(config: Config, path: str) -> object:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_schedule_sets_its_keys_whatever_the_recipe_says_and_reads_back_as_itself(recipe, schedule, tmp_path):
+def test_a_schedule_sets_its_keys(recipe, schedule, tmp_path):
     config = load(recipe, [f"schedule={schedule}"])
     assert {path: at(config, path) for path in SCHEDULES[schedule]} == SCHEDULES[schedule]
     (tmp_path / "resolved.yaml").write_text(resolved_yaml(config))
     assert load(tmp_path / "resolved.yaml") == apply_schedule(config) == config
 
 
-def test_async_leaves_the_budget_to_the_recipe(recipe):
-    assert load(recipe, ["schedule=async"]).staleness.max_updates == 3
+def test_recipe_and_command_line(recipe):
+    """Lets the command line name another schedule, which it must not contradict; async leaves the budget alone."""
     assert load(recipe, ["schedule=async", "staleness.max_updates=8"]).staleness.max_updates == 8
-
-
-def test_a_recipe_may_name_its_schedule_and_the_command_line_another_that_it_does_not_contradict(recipe):
     recipe.write_text("schedule: async\n" + RECIPE)
-    assert load(recipe).reward.streaming
-    assert not load(recipe, ["schedule=sync"]).reward.streaming
-    assert load(recipe, ["schedule=sync", "staleness.max_updates=0"]).staleness.max_updates == 0
+    assert load(recipe).reward.streaming and load(recipe).staleness.max_updates == 3
+    assert not load(recipe, ["schedule=sync", "staleness.max_updates=0"]).reward.streaming
     with pytest.raises(
         ConfigError, match=r"staleness.max_updates: schedule 'sync' sets it to 0, got 2; leave one of them out"
     ):
         load(recipe, ["schedule=sync", "staleness.max_updates=2"])
 
 
-def test_updates_that_are_collected_whole_fit_into_the_buffers(recipe):
+def test_buffers_hold_whole_updates(recipe):
     assert load(recipe, ["schedule=sync"]).buffer.trajectories == 32
     assert load(recipe, ["schedule=one_step_off"]).buffer.groups == 8
-    with pytest.raises(
-        ConfigError,
-        match=r"buffer.trajectories: with reward.streaming: false an update's 32 samples lie there at once, got 10",
+    for override, said in (
+        ("reward.streaming=false", r"buffer.trajectories: with reward.streaming: false .* 32 samples .* once, got 10"),
+        ("placement.colocated=true", r"placement.colocated: .* staleness.max_updates: 0, got 3"),
     ):
-        load(recipe, ["reward.streaming=false", "staleness.max_updates=1"])
+        with pytest.raises(ConfigError, match=said):
+            load(recipe, [override])
 
 
-def test_colocated_roles_share_devices_or_accelerators_and_leave_those_beside_them_alone(recipe):
+def test_colocated_roles(recipe):
     config = load(recipe, ["schedule=sync_colocated"])
     assert (config.rollout.workers, config.reward.workers, config.trainer.workers) == (4, 4, 4)
     assert num_devices(config) == num_devices(load(recipe)) == 4
@@ -92,18 +89,12 @@ def test_colocated_roles_share_devices_or_accelerators_and_leave_those_beside_th
         (["trainer.shard=8"], 7),  # which the trainer refuses, as it does without the schedule
     ],
 )
-def test_colocated_ranks_make_whole_groups_of_those_that_share_work_or_weights(recipe, degrees, ranks):
-    """Checks the ranks: a baseline with ranks that no trainer accepts would be faster than it can be."""
+def test_colocated_ranks_make_whole_groups(recipe, degrees, ranks):
     config = load(recipe, ["rollout.workers=5", "schedule=sync_colocated", *degrees])
     assert (config.rollout.workers, config.trainer.workers, num_devices(config)) == (7, ranks, 7)
 
 
-def test_roles_that_share_devices_cannot_overlap(recipe):
-    with pytest.raises(ConfigError, match=r"placement.colocated: .* staleness.max_updates: 0, got 3"):
-        load(recipe, ["placement.colocated=true"])
-
-
-def test_an_emulated_job_needs_neither_prompts_nor_scorers(tmp_path):
+def test_emulated_jobs_need_no_prompts(tmp_path):
     (tmp_path / "recipe.yaml").write_text("model: {path: none}\ndata: {}\nemulation: {profile: profile.json}\n")
     config = load(tmp_path / "recipe.yaml")
     assert config.emulation is not None

@@ -20,7 +20,7 @@ def file_of(header: bytes, more: bytes = b"") -> bytes:
 
 
 def test_a_file_of_the_format_is_described() -> None:
-    content = save({"a": np.zeros((2, 3), np.float32), "b": np.zeros(5, np.uint8)}, {"version": "7"})
+    content = save({"a": np.zeros((2, 3), np.float32)}, {"version": "7"})
     header = read_header(io.BytesIO(content), len(content))
     assert header.metadata == {"version": "7"} and header.end == len(content)
     assert (header.tensors["a"].dtype, header.tensors["a"].shape) == ("F32", (2, 3))
@@ -33,22 +33,10 @@ def entry(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"\xff" * 8,
-        struct.pack("<Q", 2**63) + b"{}",
-        file_of(b"{")[:-1],
-        file_of(b"[" * 100_000),
-        file_of(b"[]"),
-        file_of(b"\xff\xfe"),
-        file_of(b'{"a": 1}'),
-        file_of(b'{"__metadata__": {"a": {}}}'),
-        file_of(entry(shape=[-1])),
-        file_of(entry(shape=[1] * 65)),
-        file_of(entry(shape=[10**400])),
-        file_of(entry(shape=[1e300])),
-        file_of(entry(data_offsets=[-8, 1])),
-        file_of(entry(data_offsets=[0, 2**64])),
-        file_of(entry(data_offsets=[True, 1])),
+        *(b"", b"\xff" * 8, struct.pack("<Q", 2**63) + b"{}", file_of(b"{")[:-1]),
+        *map(file_of, (b"[" * 100_000, b"[]", b"\xff\xfe", b'{"a": 1}', b'{"__metadata__": {"a": {}}}')),
+        *(file_of(entry(shape=shape)) for shape in ([-1], [1] * 65, [10**400], [1e300])),
+        *(file_of(entry(data_offsets=offsets)) for offsets in ([-8, 1], [0, 2**64], [True, 1])),
     ],
 )
 def test_any_other_file_is_refused(content: bytes) -> None:

@@ -12,20 +12,26 @@ from pathlib import Path
 import pytest
 
 from omni_async.config.writing import append, is_partial, open_append, open_lock, open_update, replacing, write_atomic
-from tests.support.patience import PATIENCE
 
 
-def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
+def test_files_links_and_devices_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "target").write_bytes(b"kept")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/null")
+    (tmp_path / "link").symlink_to("target")
     (tmp_path / "page").write_bytes(b"old")
-    write_atomic(tmp_path / "page", b"new")
-    assert (tmp_path / "page").read_bytes() == b"new" and [*tmp_path.iterdir()] == [tmp_path / "page"]
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(OSError):
-        write_atomic(tmp_path / "folder", b"new")
-    assert (tmp_path / "folder").is_dir() and len([*tmp_path.iterdir()]) == 2
+    (tmp_path / "secret").touch(0o600)
+    (tmp_path / "plain").touch()
+    for name in ("pipe", "device", "link", "page", "secret", "new", "n" * 255, "ü" * 127, "n" * 250 + ".json"):
+        path = tmp_path / name
+        write_atomic(path, b"content")
+        assert path.read_bytes() == b"content" and not path.is_symlink() and path.is_file()
+    assert (tmp_path / "target").read_bytes() == b"kept" and len([*tmp_path.iterdir()]) == 11
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "plain").stat().st_mode, "the umask's"
 
 
-def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
+def test_pipes_and_devices_that_are_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     read: list[bytes] = []
     reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_bytes()))
@@ -33,29 +39,13 @@ def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
     write_atomic(tmp_path / "pipe", b"content", streams=True)
     reader.join()
     assert read == [b"content"] and (tmp_path / "pipe").is_fifo()
+    before = Path("/dev/full").stat().st_rdev
+    with pytest.raises(OSError, match="No space left"):
+        write_atomic(Path("/dev/full"), b"content", streams=True)
+    assert Path("/dev/full").is_char_device() and Path("/dev/full").stat().st_rdev == before
 
 
-@pytest.mark.timeout(PATIENCE)
-@pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_a_pipe_or_a_device_that_nobody_named_is_replaced(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "summary.json"
-    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/null")
-    write_atomic(path, b"content")
-    assert path.read_bytes() == b"content" and not path.is_symlink() and path.is_file()
-
-
-def test_the_mode_of_a_file_is_kept_and_a_new_one_gets_that_of_the_umask(tmp_path: Path) -> None:
-    (tmp_path / "secret").touch(0o600)
-    (tmp_path / "plain").touch()
-    for name in ("secret", "new"):
-        write_atomic(tmp_path / name, b"content")
-    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
-    assert (tmp_path / "new").stat().st_mode == (tmp_path / "plain").stat().st_mode
-
-
-def test_a_result_that_cannot_be_moved_into_place_is_kept_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_that_cannot_be_moved_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(*_: object) -> None:
         raise OSError(errno.EBUSY, "Device or resource busy")
 
@@ -66,41 +56,22 @@ def test_a_result_that_cannot_be_moved_into_place_is_kept_and_named(
     assert kept.read_bytes() == b"content" and str(kept) in str(refused.value) and is_partial(kept)
 
 
-def test_a_full_device_is_an_error_and_stays_a_device() -> None:
-    before = Path("/dev/full").stat().st_rdev
-    with pytest.raises(OSError, match="No space left"):
-        write_atomic(Path("/dev/full"), b"content", streams=True)
-    assert Path("/dev/full").is_char_device() and Path("/dev/full").stat().st_rdev == before
-
-
-def test_a_link_at_the_path_is_replaced_and_its_target_stays(tmp_path: Path) -> None:
-    (tmp_path / "target").write_bytes(b"kept")
-    (tmp_path / "out").symlink_to("target")
-    write_atomic(tmp_path / "out", b"new")
-    assert (tmp_path / "target").read_bytes() == b"kept"
-    assert (tmp_path / "out").read_bytes() == b"new" and not (tmp_path / "out").is_symlink()
-
-
-def test_what_cannot_be_written_whole_leaves_the_former_file(tmp_path: Path) -> None:
+def test_failed_writes_leave_the_former_file(tmp_path: Path) -> None:
     (tmp_path / "page.png").write_bytes(b"old")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError):
+        write_atomic(tmp_path / "folder", b"new")
     with pytest.raises(OSError), replacing(tmp_path / "page.png") as unfinished:
         assert unfinished.suffix == ".png" and unfinished.parent == tmp_path
         unfinished.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
-    assert (tmp_path / "page.png").read_bytes() == b"old" and [*tmp_path.iterdir()] == [tmp_path / "page.png"]
-
-
-@pytest.mark.parametrize("name", ["n" * 255, "ü" * 127, "n" * 250 + ".json"])
-def test_a_name_as_long_as_names_can_be_is_written(tmp_path: Path, name: str) -> None:
-    write_atomic(tmp_path / name, b"x")
-    assert (tmp_path / name).read_bytes() == b"x"
+    assert (tmp_path / "page.png").read_bytes() == b"old"
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "folder", tmp_path / "page.png"]
 
 
 @pytest.mark.parametrize("opened", [open_append, open_lock, open_update, lambda path: append(path, b"x")])
 @pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "device", "folder"])
-def test_nothing_but_a_plain_file_is_written_in_place(
-    tmp_path: Path, opened: Callable[[Path], object], kind: str
-) -> None:
+def test_only_plain_files_are_written_in_place(tmp_path: Path, opened: Callable[[Path], object], kind: str) -> None:
     (tmp_path / "target").write_bytes(b"kept")
     path = tmp_path / "given"
     if kind == "pipe":

@@ -52,12 +52,6 @@ class AlwaysRaises(Constant):
         raise OSError("the judge is out for lunch")
 
 
-class Talkative(Constant):
-    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
-        sys.stdout.write("hello\n")
-        return super().score(images, prompts)
-
-
 class Unbuildable(Constant):
     def __init__(self) -> None:
         sys.exit("no licence")

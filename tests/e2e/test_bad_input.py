@@ -1,79 +1,18 @@
-"""Tests what the real command line says of wrong input: one line that names the key, and the right exit code."""
+"""Tests runs without a usable reward, and runs that Ctrl-C ends: one line of error, and the right exit code."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from omni_async.checkpoint import read_state
 from omni_async.cli import main
-from tests.support.job_world import ENVIRONMENT, command_line, left_behind, started
+from tests.support.job_world import command_line, left_behind, started
 from tests.support.patience import PATIENCE
-
-
-def append(text: str) -> Callable[[Path], str]:
-    def spoil(recipe: Path) -> str:
-        recipe.write_text(recipe.read_text() + text)
-        return ""
-
-    return spoil
-
-
-HEAVY = {"torch", "ray", "diffusers", "transformers", "vllm", "vllm_omni", "mlflow", "scipy", "PIL", "aiohttp"}
-
-
-def remove(recipe: Path) -> str:
-    recipe.unlink()
-    return ""
-
-
-def pipe(recipe: Path) -> str:
-    os.mkfifo(recipe.with_name("pipe.txt"))
-    return f"data.prompts={recipe.with_name('pipe.txt')}"
-
-
-UNKNOWN_KEY = append("stalenes: {max_updates: 1}\n")
-
-
-@pytest.mark.parametrize(
-    ("spoil", "expected"),
-    [
-        pytest.param(pipe, ("data.prompts", "pipe.txt", "a named pipe, not a file"), id="a pipe for prompts"),
-        pytest.param(UNKNOWN_KEY, ("stalenes: unknown key", "did you mean 'staleness'"), id="unknown key"),
-        pytest.param(append("rollout: [1, 2\n"), ("recipe.yaml", "not valid YAML"), id="malformed YAML"),
-        pytest.param(remove, ("recipe.yaml: no such file",), id="missing recipe"),
-        ("run.dir=/proc/runs", ("run.dir", "/proc/runs")),
-        ("rollout.sde.noise_level=loud", ("rollout.sde.noise_level", "'loud'")),
-        ("rollout.sde.window.range=[0, 4]", ("rollout.sde.window.range", "got 4")),
-        ("weights.publish_every=3", ("staleness.max_updates", "publish_every - 1 = 2")),
-        ("algorithm.correction.kappa_nats=0.5", ("algorithm.correction.kappa_nats", "use mode: decoupled")),
-        ("trainer.sequence_parallel=2", ("2 ranks", "do not divide trainer.workers = 1", "use a divisor")),
-    ],
-)
-def test_wrong_input_is_refused_in_one_line(
-    recipe: Path, spoil: str | Callable[[Path], str], expected: tuple[str, ...]
-) -> None:
-    override = spoil if isinstance(spoil, str) else spoil(recipe)
-    answer = command_line(recipe, *filter(None, [override]))
-    assert (answer.code, answer.stdout) == (2, ""), answer
-    assert all(text in answer.line for text in expected), answer.line
-
-
-def test_a_bad_recipe_is_answered_before_anything_heavy_is_imported(recipe: Path) -> None:
-    """Counts the modules (430 when this was written, with numpy): torch alone has over a thousand."""
-    UNKNOWN_KEY(recipe)
-    answer = command_line(recipe, environment={**ENVIRONMENT, "PYTHONPROFILEIMPORTTIME": "1"})
-    assert answer.code == 2
-    times = [line for line in answer.stderr.splitlines() if line.startswith("import time:")]
-    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in times}
-    assert {"omni_async", "yaml"} <= imported and not imported & HEAVY
-    assert 300 < len(times) < 600
 
 
 def scored_by(name: str) -> str:
@@ -84,9 +23,7 @@ def scored_by(name: str) -> str:
     ("scorer", "reason"),
     [("Constant", "zero reward variance"), ("AlwaysRaises", "OSError: the judge is out for lunch")],
 )
-def test_a_reward_without_signal_ends_the_run_and_says_so(
-    recipe: Path, scorer: str, reason: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reward_without_signal(recipe: Path, scorer: str, reason: str, capfd: pytest.CaptureFixture[str]) -> None:
     overrides = [scored_by(scorer), "staleness.max_updates=1", "reward.outage_s=0.2", "reward.backoff_s=0.05"]
     assert main(["train", str(recipe), *overrides]) == 1
     (line,) = capfd.readouterr().err.splitlines()
@@ -99,9 +36,7 @@ def test_a_reward_without_signal_ends_the_run_and_says_so(
     assert sum(sum(each.values()) for each in reasons) == len(finished.ledger)
 
 
-def test_a_wrong_scorer_is_reported_in_its_own_words_before_anything_is_drawn(
-    recipe: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_scorer(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
     wrong = scored_by("NotANumber")
     for command, expected in (("check", 2), ("train", 1)):
         assert main([command, str(recipe), wrong]) == expected
@@ -113,28 +48,24 @@ def test_a_wrong_scorer_is_reported_in_its_own_words_before_anything_is_drawn(
     assert main(["check", str(recipe), wrong, "--no-probe"]) == 0
 
 
-def test_a_check_says_which_scorers_it_could_not_try_or_build(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_check_names_scorers_that_fail(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(recipe), scored_by("AlwaysRaises")]) == 0, "it may be down"
     said = capfd.readouterr()
     (line,) = said.err.splitlines()
     assert "it may be down" in line and "OSError: the judge is out for lunch" in line
     assert "tests.e2e.scorers:AlwaysRaises" in said.out
-    assert main(["check", str(recipe), scored_by("Talkative")]) == 0
-    said = capfd.readouterr()
-    assert "hello" in said.err and "hello" not in said.out, "what a scorer prints is not part of the recipe"
     assert main(["check", str(recipe), scored_by("Unbuildable")]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert "reward.scorers: scorer 'tests.e2e.scorers:Unbuildable' cannot be built: SystemExit: no licence" in line
 
 
 @pytest.mark.thorough
-def test_ctrl_c_leaves_a_checkpoint_to_continue_from(recipe: Path) -> None:
+def test_ctrl_c_leaves_a_checkpoint(recipe: Path) -> None:
     overrides = ["trainer.updates=1000", "staleness.max_updates=1"]
     with started("update 3/", recipe, *overrides, stderr=subprocess.PIPE) as job:
         job.send_signal(signal.SIGINT)
         rest, errors = job.communicate(timeout=PATIENCE)
-    assert job.returncode == 130, errors
-    assert errors == ""
+    assert (job.returncode, errors) == (130, "")
     interrupted = left_behind(recipe, overrides).check_every_group_ended_once()
     assert interrupted.summary.status == "interrupted" and interrupted.summary.updates >= 3
     assert all("interrupted" in line["reason"] for line in interrupted.ledger if line["event"] == "dropped")
@@ -142,8 +73,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_continue_from(recipe: Path) -> None:
     folder = interrupted.path / "checkpoints" / f"update-{version:06d}"
     state = read_state(folder)
     assert state.version == version == state.engine["optimizer_steps"]
-    assert str(interrupted.path) in rest, "a user learns where everything is"
-    assert "checkpoint.resume=auto resumes it" in rest
+    assert str(interrupted.path) in rest and "checkpoint.resume=auto resumes it" in rest
 
     copy = shutil.copytree(folder, recipe.parent / "copy")
     again = [*overrides[1:], f"trainer.updates={version + 2}"]

@@ -11,13 +11,13 @@ from msgspec.structs import replace
 
 from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.performance.measure import measure
-from omni_async.performance.profile import NOTHING, Profile, load_profile
+from omni_async.performance.profile import NOTHING, load_profile
 from omni_async.records.write import timeline
 from omni_async.records.write.summary import read_summary
 from omni_async.records.write.timeline import WAITS, read_trace
 from omni_async.simulation.result import times_of
 from omni_async.worker import Worker
-from tests.support.job_world import ENVIRONMENT, PROFILE, Emulated, command_line, emulate, write_emulated
+from tests.support.job_world import ENVIRONMENT, PROFILE, command_line, emulate, write_emulated
 
 
 @pytest.fixture
@@ -25,15 +25,11 @@ def recipe(tmp_path: Path) -> Path:
     return write_emulated(tmp_path)
 
 
-def mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)
-
-
 # ---- in virtual time (that steps take what the simulator and the law say: tests/simulation) --------------------------
 
 
 @pytest.mark.parametrize("collected", [False, True])
-def test_log_probs_are_recomputed_where_the_algorithm_needs_it_and_many_ranks_are_one_actor(recipe, collected) -> None:
+def test_recomputed_log_probs(recipe, collected) -> None:
     uncorrected = ["algorithm.correction.mode=none"] if collected else []
     steps = ("schedule=sync", "trainer.updates=3", "trainer.steps_per_update=2", "trainer.workers=2")
     run = emulate(recipe, *steps, *uncorrected)
@@ -42,21 +38,19 @@ def test_log_probs_are_recomputed_where_the_algorithm_needs_it_and_many_ranks_ar
     assert {span.actor for span in run.spans if Worker.parse(span.actor).role == "trainer"} == {"trainer"}
 
 
-def test_rewards_differ_within_every_group_and_are_the_same_in_every_run(recipe: Path) -> None:
-    first, second = (emulate(recipe, "schedule=async", "trainer.updates=3") for _ in range(2))
+def test_runs_repeat_and_mix_versions(recipe: Path) -> None:
+    """Compares two runs: the same rewards and steps, groups with a signal, and samples with steps of two versions."""
+    jobs = ("schedule=async", "staleness.max_updates=2")
+    first, second = (emulate(recipe, *jobs) for _ in range(2))
     assert first.ended["conservation"]["rejected"] == 0
     assert [update["reward"] for update in first.updates] == [update["reward"] for update in second.updates]
-    assert first.steps(1, 3) == second.steps(1, 3), "and so is everything else"
-
-
-def test_steps_after_a_swap_carry_the_new_version(recipe: Path) -> None:
-    run = emulate(recipe, "schedule=async", "staleness.max_updates=2")
-    mixed = [span for span in run.spans if span.kind == "generate" and ".." in span.args["versions"]]
+    assert first.steps(1, 3) == second.steps(1, 3)
+    mixed = [span for span in first.spans if span.kind == "generate" and ".." in span.args["versions"]]
     assert mixed and {Worker.parse(span.actor).role for span in mixed} == {"rollout"}
 
 
 @pytest.mark.parametrize("schedule", ["sync", "one_step_off", "async"])
-def test_trainer_and_reward_workers_account_for_all_their_time(recipe: Path, schedule: str) -> None:
+def test_all_time_is_accounted_for(recipe: Path, schedule: str) -> None:
     run = emulate(recipe, f"schedule={schedule}")
     start, end = run.updates[2]["finished"], run.updates[8]["finished"]
     for actor in ("trainer", "reward-0"):
@@ -67,19 +61,15 @@ def test_trainer_and_reward_workers_account_for_all_their_time(recipe: Path, sch
 # ---- profiles of runs ------------------------------------------------------------------------------------------------
 
 
-def profile_of(run: Emulated) -> Profile:
-    per_rank = samples_per_rank(run.config)
-    return measure(run.spans, run.config, samples_per_rank=per_rank, name="found", source="a test")
-
-
 @pytest.mark.parametrize("schedule", ["sync", "sync_colocated", "async_reward", "one_step_off", "async"])
-def test_the_profile_of_an_emulated_run_is_the_one_it_replayed(recipe: Path, schedule: str) -> None:
+def test_measured_profiles_are_the_replayed_ones(recipe: Path, schedule: str) -> None:
     varied = {stage: replace(PROFILE.stages()[stage], cv=0.1) for stage in ("generate", "score", "train")}
     profile = replace(PROFILE, **varied)
     write_emulated(recipe.parent, profile)
     recomputed = ("algorithm.correction.mode=none", "trainer.steps_per_update=2")
     run = emulate(recipe, f"schedule={schedule}", "trainer.updates=20", *recomputed)
-    config, per_rank, found = run.config, samples_per_rank(run.config), profile_of(run)
+    config, per_rank = run.config, samples_per_rank(run.config)
+    found = measure(run.spans, config, samples_per_rank=per_rank, name="found", source="a test")
     at_once = {"generate": config.rollout.max_batch, "score": config.reward.batch}
     for stage, units in (at_once | dict.fromkeys(("train", "proximal"), per_rank)).items():
         assert getattr(found, stage).mean(units) == pytest.approx(getattr(profile, stage).mean(units), rel=0.05), stage
@@ -90,42 +80,14 @@ def test_the_profile_of_an_emulated_run_is_the_one_it_replayed(recipe: Path, sch
     assert found.payload == profile.payload
 
 
-def test_a_profile_that_a_run_wrote_can_be_replayed(recipe: Path) -> None:
-    overrides = ("schedule=async", "staleness.max_updates=2", "trainer.updates=20")
-    first = emulate(recipe, *overrides)
-    second = emulate(write_emulated(recipe.parent, profile_of(first)), *overrides)
-    assert mean(second.steps(4, 18)) == pytest.approx(mean(first.steps(4, 18)), rel=0.05)
-
-
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
-def check_files(recipe: Path, updates: int) -> Profile:
-    (run,) = (recipe.parent / "runs").glob("emulated-*")
-    summary = read_summary(run / "summary.json")
-    assert (summary.status, summary.updates, summary.conserved) == ("done", updates, True)
-    spans = read_trace(run / "trace.json")
-    assert {Worker.parse(span.actor).role for span in spans} == {"rollout", "reward", "trainer", "publisher"}
-    assert {span.kind for span in spans} >= {"generate", "score", "train", "export", "publish", "stage", "swap", *WAITS}
-    finished = [json.loads(line)["finished"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    trained = [span.end for span in spans if span.kind == "train" and span.args.get("step") == 0]
-    after = [*trained[1:], math.inf]
-    on_one_clock = [a <= b < c for a, b, c in zip(trained, finished, after, strict=True)]
-    assert on_one_clock == [True] * updates, "each update is finished after its step, and before the next one's"
-    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"update-{updates:06d}"]
-    assert not list((run / "samples").iterdir())
-    return load_profile(str(run / "profile.json"))
-
-
 @pytest.mark.parametrize("runtime", ["inprocess", pytest.param("ray", marks=pytest.mark.slow)])
-def test_an_emulated_run_needs_nothing_of_the_recipe_and_loads_torch_in_none_of_its_processes(
-    recipe: Path, tmp_path: Path, runtime: str
-) -> None:
+def test_emulated_runs_need_no_torch(recipe: Path, tmp_path: Path, runtime: str) -> None:
     seen, spy = tmp_path / "torch-was-imported", tmp_path / "path" / "torch"
     spy.mkdir(parents=True)
-    (spy / "__init__.py").write_text(
-        f"open({str(seen)!r}, 'a').write('somebody did\\n')\nraise ImportError('no torch here')\n"
-    )
+    (spy / "__init__.py").write_text(f"open({str(seen)!r}, 'a').close()\nraise ImportError('no torch here')\n")
     environment = {**ENVIRONMENT, "PYTHONPATH": f"{spy.parent}:{ENVIRONMENT['PYTHONPATH']}"}
     scale = 0.005 if runtime == "inprocess" else 0.02
     overrides = (f"run.runtime={runtime}", "schedule=async", f"emulation.time_scale={scale}", "trainer.updates=5")
@@ -133,7 +95,19 @@ def test_an_emulated_run_needs_nothing_of_the_recipe_and_loads_torch_in_none_of_
     assert answer.code == 0, answer
     said = f"emulated: every device replays profile small at {scale} times its seconds; model, prompts, scorers and"
     assert f"{said} validation are ignored" in answer.stdout
-    profile = check_files(recipe, 5)
+    (run,) = (recipe.parent / "runs").glob("emulated-*")
+    summary = read_summary(run / "summary.json")
+    assert (summary.status, summary.updates, summary.conserved) == ("done", 5, True)
+    spans = read_trace(run / "trace.json")
+    assert {Worker.parse(span.actor).role for span in spans} == {"rollout", "reward", "trainer", "publisher"}
+    assert {span.kind for span in spans} >= {"generate", "score", "train", "export", "publish", "stage", "swap", *WAITS}
+    finished = [json.loads(line)["finished"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    ends = [span.end for span in spans if span.kind == "train" and span.args.get("step") == 0]
+    on_one_clock = [a <= b < c for a, b, c in zip(ends, finished, [*ends[1:], math.inf], strict=True)]
+    assert on_one_clock == [True] * 5, "each update is finished after its step, and before the next one's"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["update-000005"]
+    assert not list((run / "samples").iterdir())
+    profile = load_profile(str(run / "profile.json"))
     assert profile.payload == PROFILE.payload
     assert profile.train.mean(4) >= 0.9 * scale * PROFILE.train.mean(4)
     assert not seen.exists()

@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from omni_async.config import ConfigError, load
+from omni_async.config import load
 from omni_async.plugins.families import family_names, find_family
-from omni_async.runtime.preflight.check import preflight
 from tests.support.job_world import ENVIRONMENT, emulate, left_behind, run, write_emulated
 from tests.support.places import ROOT
 
@@ -32,16 +31,6 @@ PUBLISHED = [
 
 # So few groups that those of some recipes' micro-batches do not divide them.
 _ALONE = "trainer.groups_per_micro_batch=1"
-
-
-@pytest.mark.parametrize("path", sorted((RECIPES / "quickstart/algorithms").glob("*.yaml")), ids=lambda path: path.stem)
-def test_quickstart_recipes_are_accepted(path: Path) -> None:
-    config = load(path)
-    try:
-        preflight(config)
-    except ConfigError as error:  # the preference file is written by a script
-        assert path.stem == "diffusion_dpo_offline" and "no such file" in str(error)
-    assert config.algorithm.name == path.stem.removesuffix("_offline")
 
 
 @pytest.mark.parametrize("path", ONLINE, ids=lambda path: "/".join(path.parts[-2:]))
@@ -84,9 +73,7 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 @pytest.mark.slow
 @pytest.mark.sliced(floor=1)
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_a_published_recipe_trains_at_test_size(
-    path: Path, checkpoint_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_published_recipes_train(path: Path, checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
     prompts, asked = tmp_path / "prompts.jsonl", load(path)
     texts = ('a sign that says "open"', 'a shop called "7 cats"')
     images = {"image": "image.png"} if find_family(asked.model.pipeline or "").prompt_images else {}
@@ -111,7 +98,7 @@ def test_a_published_recipe_trains_at_test_size(
 
 
 @pytest.mark.parametrize("name", ["video", "control"])
-def test_the_video_task_trains_and_its_base_model_draws_clips_that_change(name: str, tmp_path: Path) -> None:
+def test_the_video_task_trains(name: str, tmp_path: Path) -> None:
     few = ("trainer.updates=2", "rollout.group_size=4", "validation.samples_per_prompt=1", f"run.dir={tmp_path}")
     made = run(RECIPES / f"quickstart/video/{name}.yaml", *few, "tracking.mlflow.enabled=false")
     made.check_every_group_ended_once()
@@ -129,9 +116,7 @@ _PROGRAMS = {"python": [sys.executable], "omni-async": [sys.executable, "-m", "o
 @pytest.mark.sliced(floor=1)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("recipe", sorted((RECIPES / "tiny").glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_commands_in_the_header_train_every_group_once_within_the_budget(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_in_headers(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(RECIPES / "tiny", tmp_path / "recipes" / "tiny")
     monkeypatch.chdir(tmp_path)  # where run.dir is
     for command in re.findall(r"^#   (.+)$", recipe.read_text(encoding="utf-8"), flags=re.M):

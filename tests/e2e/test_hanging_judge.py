@@ -12,20 +12,17 @@ import pytest
 from omni_async_pipelines.qwen_image_edit import tiny
 
 from tests.support.job_world import ENVIRONMENT
+from tests.support.patience import PATIENCE
 from tests.support.places import ROOT
 
 RECIPE = ROOT / "recipes/tiny/qwen_image_refine.yaml"
-_PATIENCE_S = 60.0
 _STARTING_S = 240.0  # of a process that imports torch and loads a model, on a busy machine
 _JUDGE = """\
-import time
-from pathlib import Path
-
+import pathlib, time
 class Judge:
     name, accepts = "judge", ("image",)
-
     def score(self, media, prompts):
-        Path("asked").touch()
+        pathlib.Path("asked").touch()
         time.sleep(1e6)
 """
 
@@ -48,7 +45,7 @@ def test_ctrl_c_ends_a_run_whose_judge_hangs(tmp_path: Path) -> None:
             assert process.poll() is None and time.monotonic() - began < _STARTING_S, said
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        assert process.wait(_PATIENCE_S) == 130, (tmp_path / "output").read_text()
+        assert process.wait(PATIENCE) == 130, (tmp_path / "output").read_text()
     finally:
         process.kill()
         process.wait()

@@ -18,9 +18,7 @@ from omni_async.types import SampleRequest
 from tests.e2e import scorers
 
 QUICK = (
-    "rollout.group_size=2",
-    "rollout.num_inference_steps=2",
-    "rollout.sde.window={size: 1, range: [0, 1]}",
+    *("rollout.group_size=2", "rollout.num_inference_steps=2", "rollout.sde.window={size: 1, range: [0, 1]}"),
     "trainer.groups_per_update=1",
     "reward.retries=0",
 )
@@ -40,7 +38,7 @@ def run_of(recipe: Path) -> Path:
     return folder
 
 
-def test_a_round_whose_hard_sample_failed_is_not_the_best_and_says_so_everywhere(
+def test_a_round_without_a_score_is_not_the_best(
     recipe: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lets the scorer fail the hard prompt from the third round on, so that the mean doubles."""
@@ -91,7 +89,7 @@ def test_a_round_whose_hard_sample_failed_is_not_the_best_and_says_so_everywhere
     assert "validation of versions 0 to 3 (4 rounds)" in capfd.readouterr().out
 
 
-def test_prompts_that_cannot_be_drawn_are_counted_in_training_and_in_validation(
+def test_prompts_that_cannot_be_generated(
     recipe: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generate = DiffusersEngine.generate

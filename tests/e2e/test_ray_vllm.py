@@ -11,16 +11,14 @@ from PIL import Image
 
 from omni_async.checkpoint import read_state, require_whole
 from omni_async.records.write.catalogue import find
-from tests.support.job_world import Run, command_line, left_behind, write_recipe
+from tests.support.job_world import command_line, left_behind
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 
-@pytest.fixture(scope="module")
-def asynchronous(tmp_path_factory: pytest.TempPathFactory, checkpoint: str) -> Run:
-    """Runs S = 2 with two engines and two trainer ranks, everything switched on."""
-    folder = tmp_path_factory.mktemp("asynchronous")
-    recipe = write_recipe(folder, checkpoint)
+def test_everything_switched_on(recipe: Path) -> None:
+    """Runs S = 2 with two engines and two trainer ranks, and checks its ledger, metrics, images and checkpoint."""
+    folder = recipe.parent
     (folder / "held_out.txt").write_text("a blue digit\nthe digit 9\n")
     overrides = (
         *("run.runtime=ray", "rollout.engine=vllm_omni", "rollout.workers=2", "trainer.workers=2"),
@@ -32,11 +30,7 @@ def asynchronous(tmp_path_factory: pytest.TempPathFactory, checkpoint: str) -> R
     assert (answer.code, answer.stderr) == (0, ""), answer
     updates = [line.split()[1] for line in answer.stdout.splitlines() if line.startswith("update ")]
     assert updates == [f"{n}/6" for n in range(1, 7)]
-    return left_behind(recipe, overrides)
-
-
-def test_every_group_ended_once_within_the_budget_and_roles_worked_at_the_same_time(asynchronous: Run) -> None:
-    asynchronous.check_every_group_ended_once()
+    asynchronous = left_behind(recipe, overrides).check_every_group_ended_once()
     assert asynchronous.summary.updates == 6 and 0 < asynchronous.summary.staleness_max <= 2
     assert len({line["staleness"] for line in asynchronous.ledger}) > 1, "the first update is fresh, later ones are not"
     assert 0 < asynchronous.summary.peak_memory_bytes < 8 * 2**30
@@ -45,22 +39,12 @@ def test_every_group_ended_once_within_the_budget_and_roles_worked_at_the_same_t
     kinds = {event["name"] for event in asynchronous.trace if event["ph"] == "X"}
     assert kinds >= {"generate", "score", "train", "publish", "stage", "swap", "export", "checkpoint"}
 
-
-def test_metrics_validation_and_images(asynchronous: Run) -> None:
     assert [line["update"] for line in asynchronous.metrics] == list(range(1, 7))
     for line in asynchronous.metrics:
         assert line["conservation"]["admitted"] >= line["conservation"]["trained"] == 2 * line["update"]
     names = {name for line in [*asynchronous.metrics, *asynchronous.validation] for name in line}
-    assert {name for name in names if find(name)[0] is None} == {
-        "finished",
-        "conservation",
-        "samples",
-        "standard_error",
-        "asked",
-        "drawn",
-        "reasons",
-        "scores",
-    }, "others are documented"
+    undocumented = "finished conservation samples standard_error asked drawn reasons scores"
+    assert {name for name in names if find(name)[0] is None} == {*undocumented.split()}
     versions = [point.version for point in asynchronous.summary.validation]
     assert versions[0] == 0 and versions[-1] == 6
     images = {path.stem: Image.open(path) for path in (asynchronous.path / "samples").glob("*.png")}
@@ -68,8 +52,6 @@ def test_metrics_validation_and_images(asynchronous: Run) -> None:
     for image in images.values():
         image.load()
 
-
-def test_mlflow_has_settings_metrics_and_images(asynchronous: Run) -> None:
     client = MlflowClient(tracking_uri=f"sqlite:///{asynchronous.path.parent / 'mlflow.db'}")
     (experiment,) = client.search_experiments(filter_string="name = 'omni_async'")
     (run,) = client.search_runs([experiment.experiment_id])
@@ -81,8 +63,6 @@ def test_mlflow_has_settings_metrics_and_images(asynchronous: Run) -> None:
     files = {Path(file.path).name for folder in folders for file in client.list_artifacts(run.info.run_id, folder)}
     assert any(name.endswith(".png") for name in files) and {"summary.json", "trace.json", "config.yaml"} <= files
 
-
-def test_two_ranks_left_one_whole_checkpoint(asynchronous: Run) -> None:
     folder = asynchronous.path / "checkpoints" / "update-000006"
     require_whole(folder)
     state = read_state(folder)

@@ -18,12 +18,12 @@ import psutil
 import pytest
 import ray
 
-from benchmarks.kill_everything import problems
-from benchmarks.local_ray import local_ray
 from omni_async.performance.profile import Payload
 from omni_async.records.write.summary import read_summary
 from omni_async.runtime.on_ray.local import environment
 from tests.support.job_world import Disturbed, slow_at
+from tests.support.killed_job import problems
+from tests.support.local_ray import local_ray
 from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.slow

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from benchmarks.ranks import on_ranks
 from omni_async.diffusion.components import compute_velocity
 from tests.pipelines.families import FAMILIES, NAMES, Family
 from tests.support.pretend_npu import pretend
+from tests.support.ranks import on_ranks
 from tests.training.drawn import conditioning_of
 
 SIGMA = 0.9

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from benchmarks.copied_bytes import CopiedBytes
 from omni_async.rollout import base_weights
 from omni_async.rollout.payloads import Staged
 from omni_async.rollout.upload import Upload
 from tests.rollout.conftest import adapters, parameters
+from tests.support.copied_bytes import CopiedBytes
 from tests.support.fakes import load_model
 from tests.support.packing import pack
 from tests.weights.test_shards import copied, joined

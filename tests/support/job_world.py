@@ -21,7 +21,6 @@ from typing import Any
 
 import psutil
 
-from benchmarks.kill_everything import Job, problems
 from omni_async.config import Config, load
 from omni_async.control.events import RunEvent
 from omni_async.performance.profile import Payload, Profile, ServiceTime, write_profile
@@ -38,6 +37,7 @@ from omni_async.simulation.virtual_time import run as run_in_virtual_time
 from omni_async.types import Span
 from tests.runtime.runtime_world import RememberingConsole
 from tests.support.configs import with_sections, write_recipe_file
+from tests.support.killed_job import Job, problems
 from tests.support.patience import PATIENCE, wait_for
 from tests.support.places import ROOT
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.precision_engine import Amplifier
 from omni_async.algorithms.mismatch import CLIPPED_AT_MOST, HONEST_ERROR
 from omni_async.config.layout import ParallelLayout
 from omni_async.diffusion.components import compute_velocity
 from omni_async.training.metrics import Metrics
 from omni_async.training.mismatch import Rows, record_mismatch, velocity_errors
 from omni_async.types import SdeWindow
+from tests.support.amplifier import Amplifier
 from tests.support.places import ROOT
 from tests.training import drawn
 from tests.training import training_world as world

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.ranks import on_ranks
 from omni_async.accelerator import require_accelerator
 from omni_async.commands.bench.result import describe_machine
 from omni_async.training.device import collective_backend, init_process_group, rank_device
@@ -16,6 +15,7 @@ from omni_async.weights.transport.collective import DeviceCarrier, Group, Invita
 from omni_async.weights.transport.tcp_store import interface_towards, serve_store
 from tests.support.patience import PATIENCE
 from tests.support.pretend_npu import pretend
+from tests.support.ranks import on_ranks
 
 RANKS = 2
 

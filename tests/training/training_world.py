@@ -17,7 +17,6 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from benchmarks import ranks
 from omni_async.config import with_spec
 from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config
@@ -32,6 +31,7 @@ from omni_async.types import WeightManifest
 from omni_async.weights.digest import Bucket
 from omni_async.weights.shards import whole
 from omni_async.weights.snapshot import SharedRows, Snapshot, fetch
+from tests.support import ranks
 from tests.support.configs import build
 from tests.support.fakes import TinyPolicy, load_model, tiny_group, tiny_pair
 

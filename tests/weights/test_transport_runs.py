@@ -74,9 +74,9 @@ _LEFT = {"object_store": [], "disk": ["version-000003.safetensors"], "collective
 @pytest.fixture(scope="module")
 def ray():
     pytest.importorskip("ray")
-    from benchmarks.weights_measure import ray_session
+    from tests.support.local_ray import local_ray
 
-    with ray_session(0):
+    with local_ray(4, 200_000_000, OMP_NUM_THREADS="1"):
         yield
 
 

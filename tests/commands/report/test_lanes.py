@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.run_folders import MadeRun
 from omni_async.commands.report import lanes as report_lanes
 from omni_async.commands.report.data import page_of
 from omni_async.commands.report.file import one_file
@@ -15,6 +14,7 @@ from omni_async.records.read.record import read_run
 from omni_async.records.write.files import read_records
 from omni_async.types import Span
 from tests.support.browser import OpenPage, browser, open_page
+from tests.support.made_run import MadeRun
 
 __all__ = ["browser", "open_page"]
 

@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.run_folders import MadeRun
 from omni_async.commands.report.blocks import Section
 from omni_async.commands.report.data import SECTIONS
 from omni_async.commands.report.shown import Shown
@@ -32,6 +31,7 @@ from omni_async.runtime.driver.control_socket import Request, Tell
 from tests.commands.watch.watch_world import Page, RunningJob, watched
 from tests.support import patience
 from tests.support.loops import settle
+from tests.support.made_run import MadeRun
 from tests.support.patience import PATIENCE
 
 

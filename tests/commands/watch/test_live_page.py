@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.run_folders import MadeRun
 from omni_async.commands.watch.serve import serving
 from tests.commands.watch.watch_world import TOKEN, RunningJob
 from tests.support.browser import OpenPage, browser, open_page, played, violations, write_clips
+from tests.support.made_run import MadeRun
 from tests.support.patience import PATIENCE
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ import aiohttp
 import pytest
 from aiohttp.web_protocol import RequestHandler
 
-from benchmarks.run_folders import MadeRun
 from omni_async.cli import main
 from omni_async.commands.watch import app, command, guard, live, serve
 from omni_async.commands.watch.actions import Asked
@@ -27,6 +26,7 @@ from omni_async.rewards.server import connections
 from omni_async.rewards.server.listener import address_of, listening
 from tests.commands.watch.watch_world import TOKEN, Page, RunningJob, watched
 from tests.support.loops import settle
+from tests.support.made_run import MadeRun
 from tests.support.patience import PATIENCE
 from tests.support.ports import listening_at
 

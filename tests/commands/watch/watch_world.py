@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from benchmarks.run_folders import MadeRun
 from omni_async.commands.watch.guard import KEY_HEADER
 from omni_async.commands.watch.serve import serving
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.runtime.driver.control_socket import ControlSocket, Request, Tell
+from tests.support.made_run import MadeRun
 
 TOKEN = "a token that is long enough"
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.run_folders import MadeRun
 from omni_async.control.rounds import Round
 from omni_async.records.read.alerts import CHECKS, alerts
 from omni_async.records.read.columns import Columns
@@ -19,6 +18,7 @@ from omni_async.records.read.record import read_run
 from omni_async.records.read.seen import Seen, seen_of, seen_of_run
 from omni_async.records.read.trends import share_at_least, trend
 from omni_async.records.write.attempts import Fault
+from tests.support.made_run import MadeRun
 from tests.support.places import ROOT
 
 

@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from benchmarks.run_folders import ORIGIN, MadeRun
 from omni_async.commands.report.alerts import alerts_section
 from omni_async.commands.report.shown import show
 from omni_async.commands.report.verdict import verdict
@@ -26,6 +25,7 @@ from omni_async.records.write.files import read_lines, read_records
 from omni_async.records.write.rundir import append_jsonl
 from omni_async.records.write.timeline import read_trace
 from omni_async.types import Span
+from tests.support.made_run import ORIGIN, MadeRun
 
 
 def polled(follower: Follower) -> Follower:

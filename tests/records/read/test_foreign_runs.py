@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.run_folders import MadeRun
 from omni_async.cli import main
 from omni_async.commands.report import pictures, staleness
 from omni_async.commands.report.data import page_of
@@ -37,6 +36,7 @@ from omni_async.simulation.run_folder import read_measured
 from omni_async.types import Span
 from tests.fuzz.damage import a_socket
 from tests.support.configs import make_summary
+from tests.support.made_run import MadeRun
 
 NAMES = ("metrics.jsonl", "ledger.jsonl", "spans.jsonl", "attempts.jsonl", "faults.jsonl", "summary.json", "trace.json")
 MORE = ("summary.json.void", "profile.json", "changes.jsonl", ".lock", "control.sock", "weights")

@@ -14,7 +14,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from benchmarks.local_ray import local_ray as start_local_ray
 from omni_async.config import ConfigError
 from omni_async.config.schema import Resources
 from omni_async.media import Media
@@ -32,6 +31,7 @@ from omni_async.types import Prompt, SdeWindow
 from omni_async.worker import Worker
 from tests.runtime.on_ray import ray_roles
 from tests.runtime.runtime_world import write_world
+from tests.support.local_ray import local_ray as start_local_ray
 from tests.support.patience import PATIENCE, wait_for
 
 ray = pytest.importorskip("ray")

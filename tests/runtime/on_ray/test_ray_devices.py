@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.local_ray import local_ray as start_local_ray
 from omni_async.cli import main
 from omni_async.config import ConfigError
 from omni_async.records.write.rundir import RunDirectory
@@ -21,6 +20,7 @@ from omni_async.runtime.preflight.check import preflight
 from omni_async.worker import Worker
 from tests.runtime.on_ray.ray_roles import Echo
 from tests.runtime.runtime_world import write_package, write_world
+from tests.support.local_ray import local_ray as start_local_ray
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

@@ -10,11 +10,7 @@ from contextlib import contextmanager
 
 import ray
 
-from omni_async.config.role_table import BUILT_IN
 from omni_async.runtime.on_ray.connection import reread_environment
-
-# The calls of all roles together, because a host here represents several roles.
-WAITING_CALLS = frozenset().union(*(spec.waiting_calls for spec in BUILT_IN))
 
 
 @contextmanager
