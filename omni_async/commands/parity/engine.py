@@ -138,7 +138,9 @@ async def _pushed(subject: Subject, engine: RolloutEngine) -> Found:
         await engine.swap(1)
         made = await running
         await _restore(subject, engine)
-        if {version for one in made for version in one.versions} == {0, 1}:
+        # Both must have taken trained steps: no other step is compared.
+        trained = slice(window.steps.start, window.steps.stop)
+        if {version for one in made for version in [*one.versions][trained]} == {0, 1}:
             return _against_trainer(subject, {0: subject.model, 1: _with_weights(subject, weights)}, requests, made)
     return Found(float("inf"), ROUNDING, "no push met a sample under way: versions change between samples alone")
 

@@ -113,7 +113,7 @@ def served(path, tell=lambda text: None):
             ready.done() or ready.set_exception(error)
             raise
 
-    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
     thread.start()
     address, loop = ready.result(PATIENCE)
     try:
