@@ -185,6 +185,7 @@ class Run:
         self.events: list[RunEvent] = []
         self.taken: list[tuple[int, ReadyGroup]] = []
         self._reward, self._reward_workers = reward, reward_workers
+        self._pause = {"generate": 3, "score": 2, "train": 3, "publish": 4}
         self._random = random.Random(seed)
         self._to_publish: asyncio.Queue[int] = asyncio.Queue()
 
@@ -197,8 +198,8 @@ class Run:
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [e.data for e in self.events if e.kind == kind]
 
-    async def turns(self) -> None:
-        for _ in range(self._random.randint(0, 3)):
+    async def turns(self, kind: str) -> None:
+        for _ in range(self._random.randint(0, self._pause[kind])):
             await asyncio.sleep(0)
 
     async def producer(self, engine: str) -> None:
@@ -214,7 +215,7 @@ class Run:
     async def sample(self, engine: str, request: SampleRequest) -> None:
         started, versions = self.holds[engine], []
         for step in range(request.num_inference_steps):
-            await self.turns()
+            await self.turns("generate")
             if step in trained_steps(request):
                 versions.append(self.holds[engine])
         result = make_result(request, engine, tuple(versions), version=started)
@@ -222,7 +223,7 @@ class Run:
 
     async def rewarder(self, worker: str) -> None:
         while jobs := await self.coordinator.next_to_score(worker, self.config.reward.batch):
-            await self.turns()
+            await self.turns("score")
             await self.score(worker, jobs)
 
     async def score(self, worker: str, jobs: list[ScoreJob]) -> None:
@@ -238,7 +239,7 @@ class Run:
                     return
                 self.taken += [(version, group) for group in taken]
                 groups += taken
-                await self.turns()
+                await self.turns("train")
             await self.coordinator.update_done(report(version + 1, groups))
             if (version + 1) % self.config.weights.publish_every == 0 or version + 1 == last:
                 self._to_publish.put_nowait(version + 1)
@@ -249,7 +250,7 @@ class Run:
             version = await self._to_publish.get()
             await self.coordinator.announce(version, digest_of(version))
             for engine in self._random.sample([*self.holds], len(self.holds)):
-                await self.turns()
+                await self.turns("publish")
                 self.holds[engine] = version
                 await self.coordinator.engine_holds(WeightReport(engine, version, digest_of(version)))
 
