@@ -16,10 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_async.control.control_state import LedgerState
-from omni_async.control.ledger import encode_line, extend
+from omni_async.control.ledger import Ledger, encode_line, extend
 from omni_async.records.write.ledger_file import JsonlSink, LedgerDamaged, require_prefix
 from omni_async.types import LedgerEntry
-from tests.control.test_ledger import entry, opened
+from tests.control.test_ledger import entry
+
+
+def opened(sink: Callable[[LedgerEntry], None], *live: int, start: LedgerState | None = None) -> Ledger:
+    """Make a ledger with these groups admitted."""
+    ledger = Ledger(sink, start)
+    for group in live:
+        ledger.admit(group)
+    return ledger
 
 
 def groups(path: Path) -> list[int]:
