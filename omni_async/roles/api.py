@@ -134,11 +134,11 @@ class CoordinatorForRoles(
 class ProducerApi(Protocol):
     """The calls of the publisher to a producer.
 
-    `invitation` and `parcel` belong to the weight transport: its sender creates them, the producer's receiver reads
+    `membership` and `transfer` belong to the weight transport: its sender creates them, the producer's receiver reads
     them."""
 
-    async def join_weights(self, invitation: Any) -> None: ...
-    async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport: ...
+    async def join_weights(self, membership: Any) -> None: ...
+    async def receive_weights(self, manifest: WeightManifest, transfer: Any) -> WeightReport: ...
 
 
 class RankApi(Protocol):

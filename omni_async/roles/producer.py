@@ -231,22 +231,22 @@ class Producer:
         await self.coordinator.samples_done(self.name, results)
         return [None] * len(results)
 
-    async def join_weights(self, invitation: Any) -> None:
-        """Join the sender that wrote `invitation`, once the engine has started, and again when engines come or leave.
+    async def join_weights(self, membership: Any) -> None:
+        """Join the sender that created `membership`, once the engine has started, and again when engines come or leave.
 
         Cancels a version that is being received from the former sender."""
         if self._receiving is not None:
             self._receiving.cancel()
-        await self._receiver.init(invitation)
+        await self._receiver.init(membership)
 
-    async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport:
+    async def receive_weights(self, manifest: WeightManifest, transfer: Any) -> WeightReport:
         """Stage in the background, then swap at the boundary that `weights.swap` names.
 
         Raises TransportError if the weights do not arrive, EngineError if they arrive corrupted."""
         async with self._swapping:
             staging = self.clock.now()
             try:
-                self._receiving = asyncio.ensure_future(receive(self._receiver, manifest, parcel))
+                self._receiving = asyncio.ensure_future(receive(self._receiver, manifest, transfer))
                 manifest, buckets = await self._receiving
             except asyncio.CancelledError:
                 if is_cancelled():

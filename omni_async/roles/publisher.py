@@ -150,10 +150,10 @@ class WeightPublisher:
             for name in [name for name, error in failed.items() if not isinstance(error, TransportError)] or [*failed]:
                 await self._lost(name, None, failed[name])
 
-    async def _join(self, name: str, producer: ProducerApi, failed: dict[str, BaseException], invitation: Any) -> None:
+    async def _join(self, name: str, producer: ProducerApi, failed: dict[str, BaseException], membership: Any) -> None:
         try:
             async with asyncio.timeout(self.config.weights.timeout_s + _GRACE_S):
-                await producer.join_weights(invitation)
+                await producer.join_weights(membership)
         except Exception as error:
             failed[name] = error
             raise TransportError(f"{name}: {error}") from error
@@ -185,9 +185,9 @@ class WeightPublisher:
     ) -> dict[str, BaseException]:
         failed: dict[str, BaseException] = {}
         try:
-            async with sending(self.sender, manifest, snapshot.buckets, snapshot.references) as parcel:
+            async with sending(self.sender, manifest, snapshot.buckets, snapshot.references) as transfer:
                 delivering = {
-                    asyncio.create_task(self._deliver(name, manifest, parcel, failed)): name for name in names
+                    asyncio.create_task(self._deliver(name, manifest, transfer, failed)): name for name in names
                 }
                 await self._delivered(delivering, failed)
         except TransportError:
@@ -216,11 +216,11 @@ class WeightPublisher:
             await asyncio.gather(*delivering, return_exceptions=True)
 
     async def _deliver(
-        self, name: str, manifest: WeightManifest, parcel: object, failed: dict[str, BaseException]
+        self, name: str, manifest: WeightManifest, transfer: object, failed: dict[str, BaseException]
     ) -> None:
         try:
             async with asyncio.timeout(self.config.weights.timeout_s + _GRACE_S) as deadline:
-                report = await self.producers[name].receive_weights(manifest, parcel)
+                report = await self.producers[name].receive_weights(manifest, transfer)
         except asyncio.CancelledError:
             if is_cancelled():
                 raise

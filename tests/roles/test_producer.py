@@ -17,7 +17,7 @@ from omni_async.rollout.calls import Draw
 from omni_async.store import LocalStore, ObjectLost
 from omni_async.types import Prompt, SdeWindow, VersionSpans, WeightManifest, WeightReport
 from omni_async.weights.digest import WeightError
-from omni_async.weights.transport.base import Parcel, TransportError
+from omni_async.weights.transport.base import Transfer, TransportError
 from tests.roles.actor_world import Desk, HandEngine, failure_of, make_config, make_request
 from tests.support.loops import settle
 
@@ -43,7 +43,7 @@ async def on_stage(
 
 def receive(producer: Producer, version: int = 1, *buckets: str) -> Coroutine[Any, Any, WeightReport]:
     manifest = WeightManifest(version, "full", f"digest-{version}", ())
-    return producer.receive_weights(manifest, Parcel("start", [*buckets]))
+    return producer.receive_weights(manifest, Transfer("start", [*buckets]))
 
 
 async def swapping(producer: Producer) -> asyncio.Task[WeightReport]:
@@ -217,8 +217,8 @@ class Courier:
         self.joined: list[Any] = []
         self.fails: Exception | None = None
 
-    async def init(self, invitation: Any) -> None:
-        self.joined.append(invitation)
+    async def init(self, membership: Any) -> None:
+        self.joined.append(membership)
 
     async def start(self, manifest: WeightManifest, start: Any) -> None:
         self._manifest, self._updates = manifest, [start]

@@ -16,7 +16,7 @@ from omni_async.rollout.base import EngineError
 from omni_async.types import WeightManifest, WeightReport
 from omni_async.weights.digest import Bucket, verify
 from omni_async.weights.snapshot import Snapshot
-from omni_async.weights.transport.base import Join, Parcel, TransportError, receive
+from omni_async.weights.transport.base import Join, Transfer, TransportError, receive
 from omni_async.weights.transport.collective import CollectiveReceiver, CollectiveSender
 from tests.roles.actor_world import Desk, failure_of, make_config, make_snapshot
 from tests.support.loops import settle
@@ -30,25 +30,25 @@ class Receiver:
         self.name, self.dies_at = name, dies_at
         self.gate = asyncio.Event()
         self.gate.set()
-        self.invitations: list[Any] = []
+        self.memberships: list[Any] = []
         self.received: list[int] = []
-        self.parcels: list[Any] = []
+        self.transfers: list[Any] = []
         self.fails: Exception | None = None
         self._transport = transport
 
-    async def join_weights(self, invitation: Any) -> None:
+    async def join_weights(self, membership: Any) -> None:
         self._die_at("join")
         if self._transport:
-            await self._transport.init(invitation)
-        self.invitations.append(invitation)
+            await self._transport.init(membership)
+        self.memberships.append(membership)
 
-    async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport:
+    async def receive_weights(self, manifest: WeightManifest, transfer: Any) -> WeightReport:
         self._die_at(manifest.version)
         if self._transport:
-            manifest, buckets = await receive(self._transport, manifest, parcel)
+            manifest, buckets = await receive(self._transport, manifest, transfer)
             verify(manifest, buckets)
         self.received.append(manifest.version)
-        self.parcels.append(parcel)
+        self.transfers.append(transfer)
         await self.gate.wait()
         if self.fails:
             raise self.fails
@@ -61,7 +61,7 @@ class Receiver:
 
 
 class Post:
-    """A sender whose parcels are the bytes themselves."""
+    """A sender whose transfers are the bytes themselves."""
 
     one_by_one = True
 
@@ -71,7 +71,7 @@ class Post:
 
     async def init(self, engines: Mapping[str, Join]) -> None:
         for number, join in enumerate(engines.values()):
-            await join(f"invitation {number}")
+            await join(f"membership {number}")
 
     async def start(self, manifest: WeightManifest, sizes: Sequence[int]) -> int:
         if self.fails:
@@ -145,17 +145,17 @@ async def on_stage(*engines: Receiver, sender: Any = None, fails: bool = False, 
 async def test_versions_are_announced_then_delivered():
     async with on_stage() as stage:
         await settle()
-        assert [r.invitations for r in stage.receivers] == [["invitation 0"], ["invitation 1"]]
+        assert [r.memberships for r in stage.receivers] == [["membership 0"], ["membership 1"]]
         snapshot = stage.publish(3)
         await stage.until(lambda: bool(stage.desk.spans))
-        assert [r.parcels for r in stage.receivers] == [[Parcel(3, [[3]])]] * 2
+        assert [r.transfers for r in stage.receivers] == [[Transfer(3, [[3]])]] * 2
         assert {report.digest for report in stage.desk.held} == {snapshot.manifest().digest}
         held = [f"rollout-{i} holds 3" for i in range(2)]
         log = stage.desk.log
         assert (log[:2], sorted(log[2:-1]), log[-1]) == (["announce 3", "send 3"], held, "sent 3")
         assert [span.kind for span in stage.desk.spans] == ["publish"]
         await stage.held(4)
-        assert [len(r.invitations) for r in stage.receivers] == [1, 1], "an engine joins once"
+        assert [len(r.memberships) for r in stage.receivers] == [1, 1], "an engine joins once"
 
 
 async def test_newer_versions_replace_waiting_ones():
@@ -321,7 +321,7 @@ async def test_joins_and_removals_form_the_group_again():
         await stage.admit(participant("rollout-2"))
         await stage.arrived(2, "rollout-1", "rollout-2")
         await stage.held(3, "rollout-1", "rollout-2")
-        assert [len(one.invitations) for one in stage.receivers] == [1, 2, 1]
+        assert [len(one.memberships) for one in stage.receivers] == [1, 2, 1]
         stage.publisher.remove_engine("rollout-2")
         await stage.held(4, "rollout-1")
         assert stage.announced == [0, 1, 2, 3, 4] and len(stage.desk.lost) == 1

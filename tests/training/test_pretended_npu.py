@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from omni_async.accelerator import require_accelerator
 from omni_async.commands.bench.result import describe_machine
 from omni_async.training.device import collective_backend, init_process_group, rank_device
-from omni_async.weights.transport.collective import DeviceCarrier, Group, Invitation, current_device
+from omni_async.weights.transport.collective import DeviceCarrier, Group, Membership, current_device
 from omni_async.weights.transport.tcp_store import interface_towards, serve_store
 from tests.support.patience import PATIENCE
 from tests.support.pretend_npu import pretend
@@ -42,8 +42,8 @@ def work(rank: int, ranks: int, init_method: str) -> dict[str, Any]:
     dist.all_reduce(total)
     found["sum on the host"] = total.item()
     found["groups"] = len(collectives.made)
-    invitation = Invitation("127.0.0.1", int(ports.get("weights")), rank, RANKS, "device")
-    group = Group(invitation, PATIENCE, served[1] if rank == 0 else None)
+    membership = Membership("127.0.0.1", int(ports.get("weights")), rank, RANKS, "device")
+    group = Group(membership, PATIENCE, served[1] if rank == 0 else None)
     group.meet("a test")
     found["carrier"] = type(group._carrier).__name__
     found["groups of the carrier"] = collectives.made[found["groups"] :]

@@ -17,13 +17,13 @@ from omni_async.types import WeightManifest
 from omni_async.weights.buckets import as_tensor, unpack
 from omni_async.weights.digest import verify
 from omni_async.weights.transport import collective
-from omni_async.weights.transport.base import Parcel, TransportError, receive, sending
+from omni_async.weights.transport.base import Transfer, TransportError, receive, sending
 from omni_async.weights.transport.collective import (
     CollectiveReceiver,
     CollectiveSender,
     DeviceCarrier,
     Group,
-    Invitation,
+    Membership,
     carrier_of,
     current_device,
     group_on,
@@ -58,8 +58,8 @@ class World:
         return self
 
     async def carry(self, packed: Packed) -> list[Packed]:
-        async with sending(self.sender, *packed) as parcel:
-            return list(await asyncio.gather(*(receive(r, packed[0], parcel) for r in self.receivers)))
+        async with sending(self.sender, *packed) as transfer:
+            return list(await asyncio.gather(*(receive(r, packed[0], transfer) for r in self.receivers)))
 
 
 @pytest.mark.parametrize(("engines", "carrier"), [(1, "cpu"), (2, "cpu"), (3, "cpu"), (2, "device")])
@@ -105,11 +105,11 @@ async def test_the_trainers_own_group_is_left_alone():
         dist.destroy_process_group()
 
 
-async def absent(invitation: Any) -> None:
+async def absent(membership: Any) -> None:
     """Never joins the group."""
 
 
-async def dead(invitation: Any) -> None:
+async def dead(membership: Any) -> None:
     raise ConnectionError("the actor died")
 
 
@@ -141,15 +141,15 @@ async def test_an_engine_that_does_not_receive_ends_everybodys_wait_within_the_t
     outcomes: list[BaseException] = []
     said = r"the broadcast of version 3 failed on rank 0; a participant is gone or did not come within"
     with pytest.raises(TransportError, match=said):
-        async with sending(world.sender, *packed) as parcel:
-            outcomes += await asyncio.gather(receive(world.receivers[1], packed[0], parcel), return_exceptions=True)
+        async with sending(world.sender, *packed) as transfer:
+            outcomes += await asyncio.gather(receive(world.receivers[1], packed[0], transfer), return_exceptions=True)
     assert len(outcomes) == 1  # the tree of the broadcast decides whether this one had its bytes before
 
 
 async def test_a_trainer_that_does_not_send_ends_the_engines_wait_within_the_timeout():
     world = await World(1).connect_and_hurry()
     with pytest.raises(TransportError, match=r"the broadcast of version 3 failed on rank 1.*weights\.timeout_s = 0\.5"):
-        await receive(world.receivers[0], make_packed()[0], Parcel(None, [4, 4]))
+        await receive(world.receivers[0], make_packed()[0], Transfer(None, [4, 4]))
 
 
 async def test_the_failure_of_an_engine_is_reported_and_not_the_broadcasts_that_follows_from_it():
@@ -165,7 +165,7 @@ async def test_nothing_is_carried_before_the_engines_have_joined():
     with pytest.raises(TransportError, match="version 3 cannot be sent before the engines have joined"):
         await world.carry(packed)
     with pytest.raises(TransportError, match="rollout-0 has not joined the trainer"):
-        await receive(world.receivers[0], packed[0], Parcel(None, [1]))
+        await receive(world.receivers[0], packed[0], Transfer(None, [1]))
 
 
 SHARED = {"placement.colocated": True}
@@ -271,7 +271,7 @@ def test_accelerators_carry_buckets_to_themselves_and_from_one_to_the_other(rank
     def take_part(rank: int) -> list[list[set[int]]]:
         torch.accelerator.set_device_index(rank)
         own = store if rank == 0 else None
-        group = Group(Invitation("127.0.0.1", store.port, rank, ranks, "device"), LONG_S, own)
+        group = Group(Membership("127.0.0.1", store.port, rank, ranks, "device"), LONG_S, own)
         arrived = []
         for version in (1, 2):
             buckets = [np.full(size, version if rank == 0 else 0, np.uint8) for size in (5_000_000, 3)]

@@ -39,8 +39,8 @@ def file(tmp_path: Path, packed: Packed) -> Path:
 
 async def send(sender: DiskSender, packed: Packed) -> Packed:
     """Sends a version and returns what an engine gets."""
-    async with sending(sender, *packed) as parcel:
-        return await receive(DiskReceiver(), packed[0], parcel)
+    async with sending(sender, *packed) as transfer:
+        return await receive(DiskReceiver(), packed[0], transfer)
 
 
 def names(folder: Path) -> list[str]:
@@ -171,10 +171,10 @@ async def test_in_one_process_the_engine_reads_the_trainers_own_copy_and_a_bucke
     store = LocalStore()
     sender, receiver = ObjectStoreSender(store), ObjectStoreReceiver(store)
     await sender.init({"rollout-0": receiver.init})
-    async with sending(sender, *packed) as parcel:
-        manifest, buckets = await receive(receiver, packed[0], parcel)
+    async with sending(sender, *packed) as transfer:
+        manifest, buckets = await receive(receiver, packed[0], transfer)
         with pytest.raises(LookupError, match="object is gone"):
-            await receive(ObjectStoreReceiver(Forgetful()), packed[0], parcel)
+            await receive(ObjectStoreReceiver(Forgetful()), packed[0], transfer)
     verify(manifest, buckets)
     assert manifest == packed[0]
     assert all(np.shares_memory(a, b) for a, b in zip(buckets, packed[1], strict=True))

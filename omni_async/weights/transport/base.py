@@ -3,7 +3,7 @@
 Transports carry buckets without interpreting them; senders and receivers of the weights compare digests.
 
     verb      sender, next to trainer rank 0                  receiver, next to an engine
-    init      connects the engines, also when they change     joins the sender of the invitation
+    init      connects the engines, also when they change     joins the sender that made the membership
     start     begins a version, whose manifest names every    prepares for a version
               tensor as `component.name`
     update    carries one bucket                              receives one bucket
@@ -32,7 +32,7 @@ class TransportError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Transfer:
     """The data that a receiver needs from its sender: the results of `start`, and of `update` for each bucket."""
 
     start: Any
@@ -50,7 +50,7 @@ class WeightSender(Protocol):
     async def init(self, engines: Mapping[str, Join]) -> None:
         """Connect all present engines, before the first version and again when engines come or go.
 
-        `engines[name](invitation)` makes that engine's receiver `init`. TransportError if one can't be reached."""
+        `engines[name](membership)` makes that engine's receiver `init`. TransportError if one can't be reached."""
 
     async def start(self, manifest: WeightManifest, sizes: Sequence[int]) -> Any:
         """Begin a version, of buckets of `sizes` bytes. TransportError if it can't be sent."""
@@ -68,8 +68,8 @@ class WeightSender(Protocol):
 
 
 class WeightReceiver(Protocol):
-    async def init(self, invitation: Any) -> None:
-        """Join the sender that wrote `invitation`."""
+    async def init(self, membership: Any) -> None:
+        """Join the sender that created `membership`."""
 
     async def start(self, manifest: WeightManifest, start: Any) -> None:
         """Prepare for a version; `start` is the result of the sender's `start`. TransportError if that fails."""
@@ -87,8 +87,8 @@ class WeightReceiver(Protocol):
 @asynccontextmanager
 async def sending(
     sender: WeightSender, manifest: WeightManifest, buckets: Sequence[Bucket], references: Sequence[Any | None] = ()
-) -> AsyncIterator[Parcel]:
-    """Send a version; inside the context it can be received with the yielded `Parcel`.
+) -> AsyncIterator[Transfer]:
+    """Send a version; inside the context it can be received with the yielded `Transfer`.
 
     Args:
         sender: The transport's.
@@ -100,10 +100,10 @@ async def sending(
         TransportError: The version could not be sent.
     """
     try:
-        parcel = Parcel(await sender.start(manifest, [len(bucket) for bucket in buckets]))
+        transfer = Transfer(await sender.start(manifest, [len(bucket) for bucket in buckets]))
         for bucket, reference in zip_longest(buckets, references):
-            parcel.buckets.append(await sender.update(bucket, reference))
-        yield parcel
+            transfer.buckets.append(await sender.update(bucket, reference))
+        yield transfer
     except BaseException:
         await sender.finish(delivered=False)
         raise
@@ -111,18 +111,18 @@ async def sending(
 
 
 async def receive(
-    receiver: WeightReceiver, manifest: WeightManifest, parcel: Parcel
+    receiver: WeightReceiver, manifest: WeightManifest, transfer: Transfer
 ) -> tuple[WeightManifest, list[Bucket]]:
     """Receive a version, as `WeightReceiver.finish` returns it.
 
     Args:
         receiver: the engine's, after it has joined the sender.
         manifest: the version's.
-        parcel: yielded by `sending`.
+        transfer: yielded by `sending`.
 
     Raises:
         LookupError, TransportError, WeightError: the version cannot be received."""
-    await receiver.start(manifest, parcel.start)
-    for bucket in parcel.buckets:
+    await receiver.start(manifest, transfer.start)
+    for bucket in transfer.buckets:
         await receiver.update(bucket)
     return await receiver.finish()

@@ -3,10 +3,10 @@
 Trainer rank 0 is the root, and every engine is a rank.
 
 The group is not among torch's registered ones, in particular not the trainer's: it uses a TCP store that the sender
-serves. It is formed when every engine has started, so no engine delays another's loading. The sender invites, all ranks
-register at the store, and rank 0 decides there whether the group is complete. If a rank's call failed, it is known to
-be gone, and all others fail at once. Every step has the timeout, and a participant that is missing, or leaves, ends the
-others' wait with an error. All calls that wait run in their own thread.
+serves. It is formed when every engine has started, so no engine delays another's loading. The sender gives each rank
+its membership, all ranks register at the store, and rank 0 decides there whether the group is complete. If a rank's
+call failed, it is known to be gone, and all others fail at once. Every step has the timeout, and a participant that is
+missing, or leaves, ends the others' wait with an error. All calls that wait run in their own thread.
 
 Bytes go by gloo through the host's memory, or by the accelerators' own library if trainer and engines have an
 accelerator each. In the latter case gloo first makes sure that all ranks are there, because the library's broadcast
@@ -58,8 +58,8 @@ def carrier_of(config: Config) -> CarrierName:
 
 
 @dataclass(frozen=True)
-class Invitation:
-    """The address where the group forms, and the rank of the invited participant."""
+class Membership:
+    """One member of the group: where the group forms, its size, and the rank of the member."""
 
     host: str
     port: int
@@ -86,7 +86,7 @@ class CollectiveSender:
             return
         self._thread = _Thread()  # a call stuck in a group that lost a rank keeps the old thread until its time-out
         store = await self._thread.submit(self._serve)
-        mine = Invitation(self._host, store.port, 0, len(engines) + 1, self._carrier)
+        mine = Membership(self._host, store.port, 0, len(engines) + 1, self._carrier)
         forming = self._thread.submit(lambda: Group(mine, self._timeout_s, store))
         joining = [self._joined(join, replace(mine, rank=rank)) for rank, join in enumerate(engines.values(), start=1)]
         # Wait until all have answered: then no rank still waits in this attempt when the next begins, and the caller
@@ -97,12 +97,12 @@ class CollectiveSender:
             raise failure  # a rank's own error comes before the time-outs of the ranks that waited for it
         self._group = forming.result()
 
-    async def _joined(self, join: Join, invitation: Invitation) -> None:
+    async def _joined(self, join: Join, membership: Membership) -> None:
         """Return when this participant is in the group. If its call fails, the others are notified at once."""
         try:
-            await join(invitation)
+            await join(membership)
         except BaseException:
-            await in_daemon_thread(_report_gone, invitation, self._timeout_s)
+            await in_daemon_thread(_report_gone, membership, self._timeout_s)
             raise
 
     def _serve(self) -> Any:
@@ -143,9 +143,9 @@ class CollectiveReceiver:
         self._group: Group | None = None
         self._memory: list[Bucket] = []
 
-    async def init(self, invitation: Invitation) -> None:
+    async def init(self, membership: Membership) -> None:
         self._thread, self._memory = _Thread(), []  # a broadcast stuck in the last group keeps the old ones
-        self._group = await self._thread.submit(lambda: Group(invitation, self._timeout_s))
+        self._group = await self._thread.submit(lambda: Group(membership, self._timeout_s))
 
     async def start(self, manifest: WeightManifest, start: None) -> None:
         if self._group is None:
@@ -175,24 +175,24 @@ class CollectiveReceiver:
 class Group:
     """A process group of all ranks, formed at once; TransportError if one does not arrive within `timeout_s`."""
 
-    def __init__(self, invitation: Invitation, timeout_s: float, store: Any | None = None) -> None:
-        self._invitation = invitation
+    def __init__(self, membership: Membership, timeout_s: float, store: Any | None = None) -> None:
+        self._membership = membership
         self._timeout_s = timeout_s
         self._broken: TransportError | None = None
         timeout = timedelta(seconds=timeout_s)
-        host, port = invitation.host, invitation.port
-        with _reporting(f"joining the {invitation.size} ranks at {host}:{port}", invitation.rank, timeout_s):
+        host, port = membership.host, membership.port
+        with _reporting(f"joining the {membership.size} ranks at {host}:{port}", membership.rank, timeout_s):
             self._store = store or join_store(host, port, timeout_s)
-            _await_all_ranks(self._store, invitation)
+            _await_all_ranks(self._store, membership)
             options = dist.ProcessGroupGloo._Options()
             options._timeout = timeout
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(host, port))]
             self._gloo = dist.ProcessGroupGloo(
-                dist.PrefixStore("weights", self._store), invitation.rank, invitation.size, options
+                dist.PrefixStore("weights", self._store), membership.rank, membership.size, options
             )
             self._carrier: DeviceCarrier | None = None
-            if invitation.carrier == "device":
-                rank, size = invitation.rank, invitation.size
+            if membership.carrier == "device":
+                rank, size = membership.rank, membership.size
                 self._carrier = DeviceCarrier(current_device(), self._store, rank, size, timeout_s)
 
     def meet(self, action: str) -> None:
@@ -217,31 +217,31 @@ class Group:
         if self._broken is not None:
             raise TransportError(str(self._broken))
         try:
-            with _reporting(action, self._invitation.rank, self._timeout_s):
+            with _reporting(action, self._membership.rank, self._timeout_s):
                 yield
         except TransportError as error:
             self._broken = error
             raise
 
 
-def _await_all_ranks(store: Any, invitation: Invitation) -> None:
+def _await_all_ranks(store: Any, membership: Membership) -> None:
     """Return once all ranks have registered. RuntimeError, on every rank, as soon as one is known to be gone."""
-    if invitation.rank > 0:
-        store.set(_ARRIVAL.format(invitation.rank), _HERE)
+    if membership.rank > 0:
+        store.set(_ARRIVAL.format(membership.rank), _HERE)
     else:
-        arrivals = [_ARRIVAL.format(rank) for rank in range(1, invitation.size)]
+        arrivals = [_ARRIVAL.format(rank) for rank in range(1, membership.size)]
         store.wait(arrivals)
         store.set(_ALL, _HERE if all(store.get(arrival) == _HERE for arrival in arrivals) else _GONE)
     if store.get(_ALL) == _GONE:
         raise RuntimeError("a participant failed before the group was formed")
 
 
-def _report_gone(invitation: Invitation, timeout_s: float) -> None:
+def _report_gone(membership: Membership, timeout_s: float) -> None:
     """Report at the store that a participant's call failed.
 
     If it registered before that, the others wait for the group's own time-out."""
     with contextlib.suppress(RuntimeError, OSError):  # without the store no rank waits there any more
-        join_store(invitation.host, invitation.port, timeout_s).set(_ARRIVAL.format(invitation.rank), _GONE)
+        join_store(membership.host, membership.port, timeout_s).set(_ARRIVAL.format(membership.rank), _GONE)
 
 
 @contextlib.contextmanager

@@ -95,7 +95,7 @@ def _clear_all_but(newest: Path) -> None:
 
 
 class DiskReceiver:
-    async def init(self, invitation: Any) -> None:
+    async def init(self, membership: Any) -> None:
         """Do nothing: a file needs no connection."""
 
     async def start(self, manifest: WeightManifest, start: str) -> None:

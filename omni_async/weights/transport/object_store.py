@@ -36,7 +36,7 @@ class ObjectStoreReceiver:
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
-    async def init(self, invitation: Any) -> None:
+    async def init(self, membership: Any) -> None:
         """Do nothing: the store exists already."""
 
     async def start(self, manifest: WeightManifest, start: None) -> None:
