@@ -57,7 +57,7 @@ _BY_METHOD: Any = object()
 class Scorer:
     """The base of scorers: a function from media and prompts to scores, whose attributes declare the rest.
 
-    A scorer need not inherit from it: `declared` gives any class with `name` and `score` the same defaults.
+    A scorer need not inherit from it: `declared` gives any class with a method `score` the same defaults.
 
     accepts        a tuple of "image", "video" and "audio": the parts of a sample's media that it can score. It must be
                    able to score a sample that has one of them, and receives `Media`. By default it scores images, and

@@ -105,7 +105,7 @@ def _imported(name: str, module: str) -> ModuleType:
         return import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
-            why = f"there is no {error.name!r} in {_searched()}"
+            why = f"there is no {error.name!r} in {_searched()}; start in its folder, or add it to PYTHONPATH"
             raise _refused(name, f"cannot import {module!r}: {why}") from None
         problem: BaseException = error
     except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code; KeyboardInterrupt stays the user's)
@@ -118,7 +118,8 @@ def _searched() -> str:
     """Return the folders that modules are searched in, without Python's own folders, as a text."""
     python = Path(os.__file__).parent
     found = dict.fromkeys(str(Path(entry).absolute()) for entry in sys.path if not entry.endswith(".zip"))
-    shown = [folder for folder in found if folder != str(python) and not folder.startswith(str(python / "lib-dynload"))]
+    own = str(python), str(python / "lib-dynload")
+    shown = [folder for folder in found if folder not in own and Path(folder).is_dir()]
     more = f" and {len(shown) - _SHOWN_FOLDERS} more folders of the Python path" if len(shown) > _SHOWN_FOLDERS else ""
     return ", ".join(shown[:_SHOWN_FOLDERS]) + more
 
