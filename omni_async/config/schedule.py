@@ -21,7 +21,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from omni_async.config.ray_cluster import cluster_address
-from omni_async.config.schema import Config, Resources, ScheduleName
+from omni_async.config.schema import Config, ScheduleName
+from omni_async.config.stages import Resources
 
 _IN_STEP = {
     "reward.streaming": False,

@@ -1,4 +1,6 @@
-"""Defines the whole YAML schema: one struct per section, bounds in the types, defaults that work.
+"""Defines the YAML schema, `Config`: one struct per section, bounds in the types, defaults that work.
+
+The sections of the stages are in `stages`, those of the algorithm in `algorithm`.
 
 Imports no torch and no Ray.
 
@@ -30,20 +32,7 @@ from omni_async.config.section import (
     bytes_of,
     most,
 )
-from omni_async.config.stages import Ema as Ema
-from omni_async.config.stages import Emulated as Emulated
-from omni_async.config.stages import Optimizer as Optimizer
-from omni_async.config.stages import Pool as Pool
-from omni_async.config.stages import Resources as Resources
-from omni_async.config.stages import Reward as Reward
-from omni_async.config.stages import RoleName
-from omni_async.config.stages import Rollout as Rollout
-from omni_async.config.stages import ScoreCache as ScoreCache
-from omni_async.config.stages import Scorer as Scorer
-from omni_async.config.stages import Sde as Sde
-from omni_async.config.stages import Server as Server
-from omni_async.config.stages import Trainer as Trainer
-from omni_async.config.stages import WindowConfig as WindowConfig
+from omni_async.config.stages import Resources, Reward, RoleName, Rollout, Trainer
 from omni_async.worker import Worker
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from omni_async.config.schema import Optimizer, Trainer
+from omni_async.config.stages import Optimizer, Trainer
 
 
 def build_optimizer(

@@ -11,8 +11,7 @@ import torch
 
 from omni_async.commands.scoring.local_servers import local_servers
 from omni_async.config import ConfigError
-from omni_async.config.schema import Scorer
-from omni_async.config.stages import Resources, Reward, Server
+from omni_async.config.stages import Resources, Reward, Scorer, Server
 from omni_async.rewards.base import ScoreError
 from omni_async.roles.vllm_server import VllmServer
 from tests.roles.test_vllm_server import FAKE, ROOT
