@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from omni_async.algorithms.validation import correction_problems
+from omni_async.algorithms.checks import correction_problems
 from omni_async.config.algorithm import Correction
 
 Level = Literal["step", "sum", "mean", "max"]

@@ -6,6 +6,8 @@ Every mistake is one `ConfigError` with the key and its allowed values. A value 
     decode   load.py      the schema: keys, types, bounds                                -> `Config`
     resolve  load.py      sections whose keys other packages define, and the schedule    -> `Config`
     check    checks.py    combinations                                                   -> the same `Config`
+
+An objective's own combinations are checked when a command needs the objective (`roles.plan.require_trainable`).
 """
 
 from __future__ import annotations
@@ -249,7 +251,7 @@ def _takes(name: str, model_index_class: object) -> bool:
 def with_settings(config: Config) -> Config:
     """Return the configuration with `algorithm.settings` as the section of an objective of another package.
 
-    `omni_async.algorithms.validation` refuses unknown objectives, and settings that an objective does not have."""
+    `omni_async.algorithms.checks` refuses unknown objectives, and settings that an objective does not have."""
     algorithm = config.algorithm
     if algorithm.name not in registered_names(OBJECTIVES):
         return config

@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from omni_async.algorithms.checks import problems
 from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import Objective, find_objective
-from omni_async.algorithms.validation import problems
 from omni_async.config import Config, ConfigError
 
 Streaming = Literal["as_ready", "unscaled", "collect"]

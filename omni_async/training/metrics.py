@@ -31,7 +31,7 @@ _OF_THE_RUN = {
     "advantage_abs", "log_prob", "log_ratio_nats", "ess", "gamma", "kappa_nats", "row_staleness",
     "engine_mismatch_nats", "engine_mismatch", "engine_mismatch_velocity", "engine_mismatch_clipped",
     "engine_mismatch_honest", "fresh_fraction", "proximal_ratio", "weight", "masked", "busy", "buffers", "finished",
-    "conservation", "encoder", "score_cache", "scorer", "flops", "peak_tflops", "tflops", "mfu", "stage_s",
+    "conservation", "admission", "encoder", "score_cache", "scorer", "flops", "peak_tflops", "tflops", "mfu", "stage_s",
 }
 # fmt: on
 _NOTHING = torch.empty(0, dtype=torch.float64)

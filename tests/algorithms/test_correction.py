@@ -10,6 +10,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from omni_async.algorithms.checks import correction_problems
 from omni_async.algorithms.correction import (
     Drift,
     correct,
@@ -22,7 +23,6 @@ from omni_async.algorithms.correction import (
     statistic_mask,
     tempering_exponent,
 )
-from omni_async.algorithms.validation import correction_problems
 from omni_async.config.algorithm import Correction
 
 WEIGHTED = Correction(mode="decoupled", weights="importance", cap=None)

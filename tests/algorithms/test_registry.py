@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from omni_async.algorithms import validation
+from omni_async.algorithms.checks import problems
 from omni_async.algorithms.kinds import samples_per_rank, trajectory_fields
 from omni_async.algorithms.registry import Objective, find_objective, nft_decay, objective_names
-from omni_async.algorithms.validation import problems
 from omni_async.config.algorithm import Algorithm, Awm, Mix, Nft
 from omni_async.plugins import entry_points as lookup
 from omni_async.runtime.preflight.listing import listing

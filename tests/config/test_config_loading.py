@@ -12,7 +12,7 @@ import yaml
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from omni_async.algorithms.validation import correction_problems
+from omni_async.algorithms.checks import correction_problems
 from omni_async.config import ConfigError, check, load, resolved_yaml
 from omni_async.config.algorithm import Correction
 from omni_async.config.hub import how_to_get

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from omni_async.algorithms.checks import problems
 from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import find_objective, objective_names
-from omni_async.algorithms.validation import problems
 from omni_async.config import Config, load
 from omni_async.plugins.families import MediaShape, find_family
 from omni_async.rewards import registry as scorers

@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 
+from omni_async.algorithms.checks import problems
 from omni_async.algorithms.kinds import find_kind
-from omni_async.algorithms.validation import problems
 from omni_async.cli import main
 from omni_async.config import ConfigError, load, resolved_yaml, with_settings
 from omni_async.config.schema import Config
