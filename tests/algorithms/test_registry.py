@@ -6,7 +6,7 @@ from importlib.metadata import EntryPoint, EntryPoints, entry_points
 import msgspec
 import pytest
 
-from omni_async.algorithms import validation
+from omni_async.algorithms import checks
 from omni_async.algorithms.checks import problems
 from omni_async.algorithms.kinds import samples_per_rank, trajectory_fields
 from omni_async.algorithms.registry import Objective, find_objective, nft_decay, objective_names
@@ -117,9 +117,9 @@ def test_an_objective_that_could_only_fail_later_is_refused(installed, monkeypat
         ("forward", ("conditioning",), "['final']"),
     ):
         theirs = replace(THEIRS, kind=kind, fields=given)
-        monkeypatch.setattr(validation, "find_objective", lambda name, found=theirs: found)
+        monkeypatch.setattr(checks, "find_objective", lambda name, found=theirs: found)
         why = f"algorithm.name: objective 'theirs': fields: {kind!r} rows are made of {missing} too"
-        assert next(validation.problems(load_text(MINIMAL))) == why
+        assert next(checks.problems(load_text(MINIMAL))) == why
 
 
 def test_the_list_marks_an_objective_that_cannot_be_used(installed):

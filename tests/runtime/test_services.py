@@ -13,6 +13,7 @@ from importlib.metadata import EntryPoints
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -32,6 +33,7 @@ from omni_async.types import Prompt
 from tests.roles.actor_world import Desk
 from tests.runtime import outside_role
 from tests.runtime.runtime_world import write_package, write_world
+from tests.support.images import as_media
 from tests.support.job_world import Disturbed, slow_at
 from tests.support.loops import settle
 from tests.support.moved_clock import move_clock, run_moved
@@ -275,37 +277,33 @@ def test_a_role_of_no_package_or_of_two_is_refused(tmp_path, monkeypatch):
 
 def test_the_documented_role(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "roles.md").read_text()
-    program, entry_point, role, start, scorer = re.findall(
-        r"^```(?:python|toml|yaml)\n(.*?)^```$", page.replace("/tmp/word-count", str(tmp_path)), flags=re.M | re.S
-    )
-    start = start[start.index("    async def start") :]
-    program = "from pathlib import Path\n" + re.sub(
-        r"    async def start.*?\n\n", lambda _: f"{start}\n", program, flags=re.S
-    )
+    program, entry_point, role, scorer = re.findall(r"^```(?:python|toml|yaml)\n(.*?)^```$", page, flags=re.M | re.S)
     (tmp_path / "site" / "word_count.py").write_text(program)
     asks: dict[str, Any] = {}
     exec(scorer, asks)
-    with pytest.raises(Outage, match="no word count answers"):
-        asks["Words"]().score([], [Prompt(0, "a red cat")])
     points = tmp_path / "site" / "outside-1.0.dist-info" / "entry_points.txt"
     points.write_text(entry_point.replace("project.entry-points.", "").replace('"', ""))
     path = recipe(tmp_path, *yaml.safe_load(role)["roles"])
     assert main(["check", "--no-probe", str(path)]) == 0
     assert "longest: 50" in capsys.readouterr().out
     name, settings = "word_count", load(path).roles[0].settings
+    media, grey = [as_media(np.full((4, 4, 3), 51, np.uint8))], 51 / 255
 
-    async def words(text: str) -> int:
-        desk = Desk()
+    async def counts(*texts: str) -> list[float]:
+        desk, known = Desk(), dict[str, str]()
         site = services.ServiceSite(f"{name}-0", 0, None, settings, "127.0.0.1", desk.phase, desk.service_lost)
-        service = services.find_service(name).load()(site)
-        host, _, port = (await service.start()).rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(f"{text}\n".encode())
-        counted = int(await reader.readline())
-        writer.close()
-        [scored] = await asyncio.to_thread(asks["Words"]().score, [], [Prompt(0, text)])
-        await service.close()
-        assert scored.value == counted
-        return counted
+        service, words = services.find_service(name).load()(site), asks["Words"]()
 
-    assert asyncio.run(words("a red cat")) == 3 and asyncio.run(words("cat " * 60)) == 50
+        async def addresses(role: str) -> dict[str, str]:
+            assert role == name
+            return known
+
+        words.connect(addresses)
+        with pytest.raises(Outage, match="no word count answers"):
+            await words.score(media, [Prompt(0, "a red cat")])
+        known["word_count-0"], known["word_count-1"] = "127.0.0.1:1", await service.start()
+        scores = [(await words.score(media, [Prompt(0, text)]))[0].value for text in texts]
+        await service.close()
+        return scores
+
+    assert asyncio.run(counts("a red cat", "cat " * 60)) == pytest.approx([3 * grey, 50 * grey])

@@ -17,7 +17,7 @@ from omni_async.training import TrainingError
 from omni_async.training.device import sum_of_rows
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
-from omni_async.training.metrics import _OF_THE_RUN, Metrics
+from omni_async.training.metrics import Metrics
 from tests.training import training_world as world
 
 
@@ -206,8 +206,3 @@ def test_neither_a_stale_step_nor_a_later_one_of_an_update_can_tell_a_mismatch()
     assert metrics["log_ratio_nats/absmax"] == pytest.approx(2.4, rel=1e-3)
     assert (metrics["fresh_fraction"], metrics["row_staleness/mean"], metrics["row_staleness/max"]) == (7 / 8, 1 / 8, 1)
     assert ["engine_mismatch_nats" in world.update(engine, seed) for seed in range(3)] == [False, True, False]
-
-
-def test_names_of_the_runs_metrics_are_reserved() -> None:
-    names = {metric.name.split("/")[0] for metric in METRICS if metric.source == "run"}
-    assert names <= _OF_THE_RUN

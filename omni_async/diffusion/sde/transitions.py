@@ -94,8 +94,8 @@ def transition(
 def log_prob(kind: str, x_next: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     """Return (B,) float64: the log-density of x' averaged, not summed, over its D elements.
 
-    A log-ratio in nats is D times the difference of two log-probs (not for `cps`, see below). In float32 its error would be up to D 6e-8, .13 nats
-    for the 2.1 million elements of a Wan2.2 video.
+    A log-ratio in nats is D times the difference of two log-probs (not for `cps`, see below). In float32 its error
+    would be up to D 6e-8, .13 nats for the 2.1 million elements of a Wan2.2 video.
 
     `flow`, `dance`: < -(x' - mean)^2 / (2 scale^2) - ln scale - ln(2 pi) / 2 >. `cps`: < -(x' - mean)^2 >, as in its
     reference (arXiv 2509.05952). This is not a log-density; `nats_per_log_prob` makes ratios comparable again.
