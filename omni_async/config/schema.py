@@ -106,9 +106,10 @@ class Staleness(Section, kw_only=True, frozen=True):
     """S: the most updates between the policy that generated a sample and the policy trained on it. 0 is the synchronous
     loop. With a `reserve` other than `all` it is a cap: samples are as old as the slowest stage requires."""
     reserve: Literal["auto", "all"] | Annotated[int, most(1_000_000, "more groups than slots", ge=0)] = "auto"
-    """Groups admitted before the trainer needs them by the measured times, as a reserve for stages that vary or fail.
-    `auto`: measured from the variation. A number: that many groups. `all`: every free slot gets a group at once, so
-    that a trainer that is the slowest stage trains on samples that are S updates old."""
+    """Groups admitted before the trainer needs them by the median of measured times, for stages that vary or fail.
+    `auto`: the longest time of recent updates counts, and half of its distance to the median. A number: that many
+    groups. `all`: every free slot gets a group at once; if the trainer is the slowest stage, it then trains on samples
+    that are S updates old."""
     exact: bool = False
     """Train only when every admitted group is ready. After the first S updates all samples are then exactly S updates
     old: slow, but reproducible; for experiments on staleness."""

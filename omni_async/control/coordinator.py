@@ -138,14 +138,9 @@ class Coordinator:
             capacity: how many it can hold in all."""
         while self.versions.of(engine) < 0 and self.versions.knows(engine) and not self._closed:
             await self._weights.wait()  # no engine generates with unchecked weights
-        return await self._producers.take(partial(self._lease, engine, free, capacity), engine)
-
-    def _lease(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
-        if self._closed:
-            return []
-        requests = self._samples.lease(engine, free, capacity)
-        self.admission.leased({request.group for request in requests if request.kind == "train"}, self._clock.now())
-        return requests
+        return await self._producers.take(
+            lambda: [] if self._closed else self._samples.lease(engine, free, capacity), engine
+        )
 
     async def samples_done(self, engine: str, results: list[SampleResult]) -> None:
         """Take generated samples. Raises the error of an invalid result; its sample is generated again."""
@@ -286,6 +281,7 @@ class Coordinator:
         is over: the update is then not made."""
         taken: list[ReadyGroup] = []
         self.admission.asked(version, needed, self._clock.now())
+        self._settle()
         while not self._closed:
             while len(taken) < needed and (ready := self._take(version, needed - len(taken))):
                 taken.append(ready)

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from omni_async.config import Config
 from omni_async.config.role_table import WORKING
+from omni_async.control.admission import withholds
 from omni_async.performance.law import async_step, max_speedup, smallest_useful_budget
 from omni_async.simulation.result import Simulated
 from omni_async.simulation.what_if import WhatIf
@@ -146,10 +147,10 @@ def _remarks(config: Config, found: Simulated) -> list[str]:
         occupancy = found.buffers[buffer]
         if occupancy.mean > 0.95 * occupancy.capacity and found.bound_fraction < 0.97:
             sentences.append(f"{key} = {occupancy.capacity} is full most of the time: a larger one may help.")
-    if config.staleness.max_updates and config.staleness.reserve != "all":
+    if withholds(config):
         sentences.append(
-            f"Groups are admitted just in time, with a reserve of {_number(found.reserve_s)} s; the trainer waits"
-            f" {_number(found.starved_s)} s per update for groups that had a free slot earlier (staleness.reserve)."
+            f"Groups are admitted just in time, with a reserve of {_number(found.reserve_s)} s; at most"
+            f" {_number(found.starved_s)} s of the trainer's wait per update are its price (staleness.reserve)."
         )
     sentences.append(f"No overlap makes it more than {max_speedup(times):.2f} times as fast as the sum of its stages.")
     return sentences

@@ -27,8 +27,7 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
     - `step_spread_s`: their standard deviation.
     - `busy`: role -> busy, starved, backpressured fraction of the steady part.
     - `staleness`: trained groups by staleness, over the whole run.
-    - `reserve_s`, `starved_s`: per update of the steady part, how much earlier than their lead groups were admitted,
-      and the trainer's wait for groups that had a free slot earlier.
+    - `reserve_s`, `starved_s`: means of the steady part (`omni_async.control.admission.Pace`).
     - `bundle`: samples that were simulated as one.
     - `bound_fraction` = law_s / step_s."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_async.config import Config
-from omni_async.control.admission import JustInTime
+from omni_async.control.admission import JustInTime, Pace
 from tests.support.configs import build
 
 P = 4
@@ -21,15 +22,16 @@ def config(**staleness: Any) -> Config:
 
 
 class Line:
-    """A job of constant times: every group is ready `lead_s` after its admission, and is trained in `each_s`.
+    """A job: groups are ready `leads_s` after their admission, in turn, and each is trained in `each_s`.
 
     A trainer that collects works `P * each_s` on an update once it has its groups. `outage` is a span of time in which
     nothing becomes ready."""
 
     def __init__(
-        self, policy: JustInTime, lead_s: float, each_s: float, *, collects: bool, outage: tuple[float, float] = (0, 0)
+        self, policy: JustInTime, *leads_s: float, each_s: float = 1.0, outage: tuple[float, float] = (0, 0)
     ) -> None:
-        self.policy, self.lead_s, self.each_s, self.collects, self.outage = policy, lead_s, each_s, collects, outage
+        self.policy, self.leads_s, self.each_s, self.outage = policy, cycle(leads_s), each_s, outage
+        self.collects = policy._collects
         self.now = 0.0
         self.waiting: list[tuple[int, float, int]] = []  # number, ready at, version
         self.version = self.number = 0
@@ -47,8 +49,7 @@ class Line:
                 return
             self.now = max(self.now, due)
             self.policy.admitted(self.number, self.now)
-            self.policy.leased([self.number], self.now)
-            ready = self.now + self.lead_s
+            ready = self.now + next(self.leads_s)
             begins, ends = self.outage
             if begins <= ready < ends:
                 ready = ends
@@ -77,7 +78,7 @@ class Line:
 @pytest.mark.parametrize("collects", [False, True])
 @pytest.mark.parametrize("lead_s", [0.5, 3.0, 9.0])
 def test_groups_are_as_young_as_the_lead_allows(lead_s: float, collects: bool) -> None:
-    line = Line(JustInTime(config(), collects=collects), lead_s, 1.0, collects=collects)
+    line = Line(JustInTime(config(), collects=collects), lead_s)
     line.train(40)
     late = line.ages[10 * P :]
     assert max(late) <= math.ceil(lead_s / P) + 1 < 8
@@ -88,7 +89,7 @@ def test_groups_are_as_young_as_the_lead_allows(lead_s: float, collects: bool) -
 
 
 def test_every_slot_is_used_where_the_trainer_always_waits() -> None:
-    line = Line(JustInTime(config(), collects=False), 100.0, 0.01, collects=False)
+    line = Line(JustInTime(config(), collects=False), 100.0, each_s=0.01)
     line.train(20)
     assert len(line.waiting) == 9 * P
 
@@ -98,7 +99,7 @@ def test_a_reserve_is_admitted_that_much_earlier(reserve: int) -> None:
     """An outage shorter than the reserve costs the trainer nothing; a longer one the rest, and it is reported."""
     for outage_s in (reserve * 1.0 - 1, reserve * 1.0 + 3):
         policy = JustInTime(config(reserve=reserve), collects=False)
-        line = Line(policy, 2.0, 1.0, collects=False, outage=(200.0, 200.0 + outage_s))
+        line = Line(policy, 2.0, outage=(200.0, 200.0 + outage_s))
         line.train(100)
         lost = line.waited_s - 2.0  # the first group's lead is lost in any case
         assert max(0.0, outage_s - reserve - 3) <= lost <= max(0.0, outage_s - reserve) + 1.1
@@ -106,18 +107,95 @@ def test_a_reserve_is_admitted_that_much_earlier(reserve: int) -> None:
 
 def test_the_wait_for_withheld_groups_is_reported() -> None:
     policy = JustInTime(config(reserve=0), collects=False)
-    line = Line(policy, 2.0, 1.0, collects=False, outage=(200.0, 230.0))
+    line = Line(policy, 2.0, outage=(200.0, 230.0))
     starved = 0.0
     for _ in range(100):
         line.train(1)
         starved += policy.pace.starved_s
-    assert 0 < starved <= line.waited_s
+    assert 25 < starved <= line.waited_s - 2.0, "not the wait for the first group, when nothing was withheld"
 
 
-@pytest.mark.parametrize("setting", [{"max_updates": 0}, {"exact": True}, {"reserve": "all"}])
-def test_nothing_is_withheld_without_need(setting: dict[str, Any]) -> None:
-    policy = JustInTime(config(**setting), collects=False)
-    assert all(policy.due(making, 100, 5.0) <= 5.0 for making in range(100))
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"staleness.max_updates": 0},
+        {"staleness.exact": True},
+        {"staleness.reserve": "all"},
+        {"placement.colocated": True},
+        {"reward.streaming": False},
+    ],
+    ids=str,
+)
+def test_nothing_is_withheld_without_need(keys: dict[str, Any]) -> None:
+    policy = JustInTime(
+        build({"staleness": {"max_updates": 8}, "trainer": {"groups_per_update": P}}, keys), collects=False
+    )
+    line = Line(policy, 2.0)
+    line.train(10)
+    assert all(policy.due(making, 100, line.now) == line.now for making in range(100))
+    assert (policy.pace.lead_s, policy.pace.work_s, policy.pace.reserve_s) == (pytest.approx(2.0), 4.0, 0.0)
+
+
+def test_the_longest_recent_lead_counts_and_is_forgotten() -> None:
+    """One of 40 groups is late: the trainer does not wait for it again, until no such group was seen for long."""
+    policy = JustInTime(config(), collects=False)
+    line = Line(policy, *[2.0] * 39, 9.0)
+    line.train(20)
+    waited = line.waited_s
+    line.train(20)
+    assert line.waited_s == waited
+    assert policy.pace == Pace(pytest.approx(2.0), 4.0, pytest.approx(1.5 * 7.0), 0.0)
+    line.leads_s = cycle([2.0])
+    line.train(20)
+    assert policy.pace.reserve_s == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_collected_update_is_ready_with_its_last_group() -> None:
+    policy = JustInTime(config(), collects=True)
+    line = Line(policy, 2.0, 3.0, 5.0, 2.0)
+    line.train(20)
+    assert policy.pace.lead_s == pytest.approx(5.0) and policy.pace.starved_s == 0
+
+
+def test_memory_spans_a_validation_round() -> None:
+    rounds = build(
+        {"staleness": {"max_updates": 8}, "trainer": {"groups_per_update": P}},
+        {"validation.every": 30, "validation.prompts": "v.txt"},
+    )
+    for job, updates in ((config(), 16), (rounds, 31)):
+        policy = JustInTime(job, collects=True)
+        line = Line(policy, *[9.0] * P, *[2.0] * P * 1000)
+        line.train(updates)
+        assert policy.pace.reserve_s > 0
+        line.train(4)
+        assert policy.pace.reserve_s == pytest.approx(0.0, abs=1e-6)
+
+
+def test_work_counts_as_short_as_it_may_be() -> None:
+    """Nine of ten updates take 40 s, one takes 4 s: groups are there for the short one."""
+    line = Line(policy := JustInTime(config(), collects=False), 2.0)
+    for number in range(40):
+        line.each_s = 1.0 if number % 8 == 0 else 10.0
+        line.train(1)
+    assert policy.pace.work_s == 4.0
+
+
+def test_a_trainer_that_is_late_gets_no_more_groups_meanwhile() -> None:
+    """A checkpoint takes 1000 s: the groups that were due before it wait, and no others."""
+    line = Line(policy := JustInTime(config(), collects=False), 2.0)
+    line.train(10)
+    before = line.number
+    line.admit_until(line.now + 1000)
+    assert line.number - before <= P
+    assert policy.due(0, P, line.now) == math.inf
+
+
+def test_ended_groups_are_forgotten() -> None:
+    line = Line(policy := JustInTime(config(), collects=False), 2.0)
+    line.train(20)
+    for number, *_ in line.waiting:
+        policy.ended(number)
+    assert not policy._admitted and not policy._ready
 
 
 def test_few_groups_are_admitted_before_anything_is_measured() -> None:
@@ -133,7 +211,7 @@ def test_more_groups_are_admitted_where_some_are_rejected() -> None:
     """Half of all groups teach nothing: twice as many are on their way, so that the trainer does not wait."""
     policies = [JustInTime(config(), collects=False) for _ in range(2)]
     for policy, rejected in zip(policies, (False, True), strict=True):
-        line = Line(policy, 6.0, 1.0, collects=False)
+        line = Line(policy, 6.0)
         for _ in range(20):
             line.train(1)
             for number in range(P * rejected):
@@ -163,7 +241,6 @@ def test_a_trainer_that_waits_for_nothing_under_way_gets_a_group(
         assert not math.isnan(due)
         if event == "admit" and due <= now:
             policy.admitted(number, now)
-            policy.leased([number], now)
             making.append(number)
             number += 1
         elif event == "ready" and making:

@@ -77,9 +77,9 @@ def _reserve(one: Shown) -> str:
         [seconds for line in one.run.updates if (seconds := finite(line.get(f"admission/{name}"))) is not None]
         for name in ("reserve_s", "starved_s")
     )
-    if not reserves or one.run.setting("staleness.reserve", "all") == "all":
+    if not any(reserves):
         return ""
     return (
-        f"Groups were admitted just in time with a reserve of {median(reserves):.3g} s (median); the trainer waited"
-        f" {sum(starved):.3g} s in all for groups that had a free slot earlier."
+        f"Groups were admitted just in time with a reserve of {median(reserves):.3g} s (median); at most"
+        f" {sum(starved):.3g} s of the trainer's waits in all are its price."
     )

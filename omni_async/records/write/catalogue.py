@@ -331,7 +331,7 @@ _WAITING = (
     Metric(
         "admission/lead_s",
         Group.WAITING,
-        "from the first lease of a group to its last score (of an update's groups, if the trainer collects them),"
+        "from the admission of a group to its last score (of an update's groups, if the trainer collects them),"
         " median of recent updates",
         "s",
     ),
@@ -339,13 +339,14 @@ _WAITING = (
     Metric(
         "admission/reserve_s",
         Group.WAITING,
-        "how much earlier than the lead requires groups are admitted (`staleness.reserve`)",
+        "how much earlier than the lead requires groups are admitted (`staleness.reserve`); 0 if nothing is withheld",
         "s",
     ),
     Metric(
         "admission/starved_s",
         Group.WAITING,
-        "the trainer's wait, in the update before, for groups that had a free slot earlier: the price of young samples",
+        "the trainer's waits, in the update before, that began while a group was withheld: at most the price of young"
+        " samples",
         "s",
         "down",
     ),
