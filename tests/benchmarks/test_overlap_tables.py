@@ -25,8 +25,9 @@ def test_simulated_row(capsys: pytest.CaptureFixture[str]) -> None:
     heading, _, row = capsys.readouterr().out.splitlines()
     cells = row.strip("| ").split(" | ")
     assert len(cells) == len(heading.strip("| ").split(" | "))
-    law, simulated, bound = (float(cell.split()[0]) for cell in cells[-4:-1])
+    law, simulated, bound, _, eager, timely, throughput = (float(cell.split()[0]) for cell in cells[-7:])
     assert bound == pytest.approx(law / simulated, abs=2e-3) and bound >= 0.95
+    assert timely < 0.25 * eager and throughput > 0.99, "groups that are admitted just in time are young"
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -116,7 +116,8 @@ def node(address: str, folder: Path, head: str | None = None) -> Iterator[psutil
 def kill(process: psutil.Process) -> None:
     """Kills a process with all that it has started."""
     for one in [*process.children(recursive=True), process]:
-        one.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end with the others
+            one.kill()
 
 
 @pytest.mark.thorough
