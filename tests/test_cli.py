@@ -79,7 +79,7 @@ def test_list(capsys):
 
 
 def test_list_recipes(recipe, tmp_path, monkeypatch, capsys):
-    """Lists recipes of the working directory, else those of the repository, of which an installed package has none."""
+    """Lists recipes of the working directory, else the repository's; an installed package has no recipes."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["list", "recipes"]) == 0
     heading, *rows = (re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines())

@@ -51,7 +51,7 @@ _BOUNDS = [
 
 
 def written(number: float) -> Iterator[str]:
-    """Yield the forms in which the page may give a number."""
+    """Yield the forms of a number on the page."""
     yield f"{number:,.0f}"
     yield f"{number:.0f}"
     yield from (f"{number / 2**power:g} {unit}" for power, unit in ((10, "KiB"), (20, "MiB"), (30, "GiB")))

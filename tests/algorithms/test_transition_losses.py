@@ -101,7 +101,7 @@ def error(a, b):
 
 
 def surrogate(given, ratio, clip):
-    """Returns PPO's loss of every row, of which the clip holds some."""
+    """Returns PPO's loss of every row; the clip holds some rows."""
     free, bound = -given.advantage * ratio, -given.advantage * ratio.clamp(1 - clip, 1 + clip)
     assert 0 < (bound > free).sum() < len(free)
     return torch.maximum(free, bound)

@@ -24,8 +24,8 @@ def config(**staleness: Any) -> Config:
 class Line:
     """A job: groups are ready `leads_s` after their admission, in turn, and each is trained in `each_s`.
 
-    A trainer that collects works `P * each_s` on an update once it has its groups. `outage` is a span of time in which
-    nothing becomes ready."""
+    A trainer that collects works `P * each_s` on an update once it has its groups. `outage` is a span of time without
+    a ready group."""
 
     def __init__(
         self, policy: JustInTime, *leads_s: float, each_s: float = 1.0, outage: tuple[float, float] = (0, 0)

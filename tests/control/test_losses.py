@@ -49,7 +49,7 @@ async def test_what_the_trainer_has_not_taken_is_made_again_from_the_same_seeds(
     ],
 )
 async def test_only_lost_groups_and_images_count_and_in_the_end_drop_their_group(what: str, reason: str | None) -> None:
-    """Allows no second try of a score: making the image again is none."""
+    """Allows no second try of a score; a regenerated image is not a second try."""
     bench = leased(S=0, P=1, retries=1, score_retries=0)
     again = bench.leased[0]
     for attempt in (2, 3):

@@ -122,7 +122,7 @@ def kill(process: psutil.Process) -> None:
 
 @pytest.mark.thorough
 def test_two_nodes_are_lost(tmp_path, monkeypatch):
-    """They ask for a token. After the loss of the second, with all that Ray put there, the run continues."""
+    """They ask for a token. After the loss of the second, with Ray's workers there, the run continues."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
 

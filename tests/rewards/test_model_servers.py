@@ -199,7 +199,7 @@ async def test_a_server_that_hangs_is_hedged_and_soon_asked_last():
     assert len(one.asked) == 3 and len(other.asked) == 40
 
 
-@pytest.mark.parametrize("number", range(10))  # which of the two is looked at first is not ours to say
+@pytest.mark.parametrize("number", range(10))  # the order of the two is not defined
 async def test_a_failure_that_comes_with_an_answer_does_not_count(monkeypatch, number):
     begun, both = [], asyncio.Event()
 

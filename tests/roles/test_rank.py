@@ -131,7 +131,7 @@ async def test_exports_wait_while_rows_are_shared(fails):
 
 
 def make_batch(size: int, group: int = 9, weights: bool = False) -> TrainGroup:
-    """Makes a batch in which every element of sample i is i."""
+    """Makes a batch: every element of sample i is i."""
     numbers = range(size)
     return TrainGroup(
         group=group,

@@ -1,4 +1,4 @@
-"""Tests the reward worker: its batches, failures of single samples, and its start. tests/rewards has the ways in which
+"""Tests the reward worker: its batches, failures of single samples, and its start. tests/rewards has the ways that
 scorers fail, tests/faults outages."""
 
 from __future__ import annotations

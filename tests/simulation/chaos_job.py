@@ -269,7 +269,7 @@ class Checks:
         self._attempts += 1
 
     def goes_on(self, start: ControlState, lines: list[LedgerEntry]) -> None:
-        """Checks a resume: `lines` of the ledger must be those that the checkpoint counted, as in a file."""
+        """Checks a resume: `lines` of the ledger must equal the lines that the checkpoint counted."""
         size, digest = 0, ""
         for line in map(encode_line, lines):
             size, digest = size + len(line), extend(digest, line)

@@ -1,4 +1,4 @@
-"""Holds predicted gains to emulated runs in virtual time, in which the change is made."""
+"""Holds predicted gains to emulated runs in virtual time with the change."""
 
 from __future__ import annotations
 

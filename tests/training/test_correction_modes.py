@@ -157,7 +157,7 @@ CORRECTIONS = [
 
 @pytest.mark.parametrize(("correction", "size"), zip(CORRECTIONS, cycle([1, 5, 100]), strict=False))
 def test_the_gradient_is_that_of_weighted_and_masked_rows_however_they_are_cut(correction, size):
-    """The formulas of `correct` have tests of their own."""
+    """Other tests cover the formulas of `correct`."""
     engine, groups = world.moved(correction=correction, size=size)
     settings, corrected = engine.config.algorithm.correction, []
 

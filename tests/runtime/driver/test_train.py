@@ -379,7 +379,7 @@ def test_unread_updates_of_a_lost_attempt_are_in_the_metrics(job):
 
 
 def test_without_a_usable_checkpoint_the_run_ends_and_keeps_all(job):
-    """To begin again in the run's folder would remove them. What may be used is tested in preflight/test_resume.py."""
+    """To begin again in the run's folder would remove them. preflight/test_resume.py tests the rules."""
 
     def damage(run: RunDirectory) -> None:
         run.ledger.write_bytes(b"\n" + run.ledger.read_bytes())

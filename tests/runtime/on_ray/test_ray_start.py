@@ -147,7 +147,7 @@ def test_every_start_has_its_own_session_folder_and_token(tmp_path, monkeypatch)
 
 
 def test_the_folder_of_a_ray(tmp_path, monkeypatch):
-    """In the temporary folder, or in /tmp where that path is too long."""
+    """In the temporary folder, or in /tmp if its path is too long."""
     monkeypatch.delenv("RAY_TMPDIR")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert ray_local._private_folder().parent == tmp_path

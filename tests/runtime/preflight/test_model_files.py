@@ -96,7 +96,7 @@ def line(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def test_a_checkpoint_may_list_more(recipe: Path) -> None:
-    """A part that is no model, one that is not there, and settings of the pipeline."""
+    """A part without a model, a missing part, and settings of the pipeline."""
     index = recipe.parent / "model" / "model_index.json"
     more = {"guider": ["diffusers", "Guidance"], "transformer_2": [None, None], "boundary_ratio": 0.9}
     index.write_text(json.dumps(json.loads(index.read_text()) | more))

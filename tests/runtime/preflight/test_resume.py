@@ -1,4 +1,4 @@
-"""Tests where a run is resumed: which folder, which checkpoint, and what is logged of those that cannot be used."""
+"""Tests where a run is resumed: which folder, which checkpoint, and the log of unusable ones."""
 
 from __future__ import annotations
 
