@@ -5,8 +5,8 @@ engines that take every free slot run S updates ahead, and each group waits that
 
 The policy measures two times, from events that the coordinator handles anyway:
 
-  lead   seconds from the admission of a group until its last score; if the trainer collects an update, from the first
-         admission of the update's groups until the last score
+  lead   seconds that a group is made, from its admission to its last score, without waits for older groups
+         (`omni_async.control.lead`); if the trainer collects an update, that all groups of the update are made
   work   seconds that the trainer works on an update, without its waits for groups
 
 A group is due `ahead` seconds before the trainer needs it. `ahead` is the longest lead of recent updates: groups are
@@ -14,10 +14,11 @@ trained in the order of their admission, so one late group holds up the trainer.
 takes engines from training. With a fixed reserve (`staleness.reserve`), `ahead` is the median lead and the trainer's
 work on so many groups.
 
-If another stage is the slowest, the trainer waits, and leads grow with the queue of admitted groups until every slot is
-used, as without this policy. Groups in that queue do not age, because no step of theirs is taken yet.
+If another stage is the slowest, the trainer waits. Then as many groups are admitted as the trainer would need during a
+lead if it never waited. That keeps the slowest stage busy, and groups do not queue at it.
 
-`starved_s` bounds the price: the trainer's waits that began while a group was withheld.
+`starved_s` bounds the price: the trainer's waits that began while a group was withheld, and at most the time for which
+each other stage could have taken another group.
 
 Pure: waits for nothing and takes the time as an argument, in seconds of any clock.
 """
@@ -31,6 +32,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from omni_async.config import Config
+from omni_async.control.lead import Times, lead_s
 
 _REMEMBERED = 16  # updates, or as many as are between two validation rounds
 _LONGEST_MEMORY = 64
@@ -73,9 +75,6 @@ class JustInTime:
         self._works: deque[float] = deque(maxlen=_REMEMBERED)
         self._useful: deque[bool] = deque(maxlen=_REMEMBERED * per_update)  # of ended groups: taken, not rejected
         self._lead_s, self._ahead_s, self._work_s, self._yield = 0.0, 0.0, 0.0, 1.0
-        # Of groups that the trainer has not taken.
-        self._admitted: dict[int, float] = {}
-        self._ready: dict[int, float] = {}  # last score
         # The update at hand.
         self._version = -1  # it starts from this version
         self._needed = per_update  # groups that it lacks
@@ -83,64 +82,59 @@ class JustInTime:
         self._given: float | None = None  # start of its work; None while it waits
         self._in_hand = 0  # groups taken since
         self._worked_s = 0.0
-        self._spans: list[tuple[float, float]] = []
+        self._taken: list[Times] = []
         # The price.
         self._withheld = False  # there is room that no group gets
         self._starves = False  # there was when the trainer's wait began
         self._starved_s = self._starved_before_s = 0.0
+        self._spare_s: deque[tuple[float, ...]] = deque(maxlen=_REMEMBERED)  # when recent updates began
 
     # ---- events ------------------------------------------------------------------------------------------------------
-
-    def admitted(self, group: int, now: float) -> None:
-        self._admitted[group] = now
 
     def full(self) -> None:
         """Record that there is no room for another group."""
         self._withheld = False
 
-    def completed(self, group: int, now: float) -> None:
-        self._ready[group] = now
-
-    def ended(self, group: int) -> None:
+    def ended(self) -> None:
         """Record that a group is rejected or dropped."""
-        self._forget(group)
         self._useful.append(False)
 
-    def asked(self, version: int, needed: int, now: float) -> None:
-        """Record that the trainer waits for `needed` groups of the update that starts from `version`."""
+    def asked(self, version: int, needed: int, spare_s: tuple[float, ...], now: float) -> None:
+        """Record that the trainer waits for groups.
+
+        Args:
+            version: The update starts from it.
+            needed: how many groups it still needs.
+            spare_s: of each other stage, for how many seconds so far nothing waited for it.
+            now: the time."""
         if self._given is not None:
             self._worked_s += now - self._given
             self._given = None
         if version != self._version:
             if self._version >= 0:
                 self._works.append(self._worked_s)
-                self._learn()
+                self._learn(spare_s)
             self._version, self._worked_s = version, 0.0
+            self._spare_s.append(spare_s)
         self._needed, self._asked, self._in_hand, self._starves = needed, now, 0, self._withheld
 
-    def taken(self, group: int, now: float) -> None:
+    def taken(self, group: Times, now: float) -> None:
         if self._given is None:
             self._given = now
             self._starved_s += now - self._asked if self._starves else 0.0
         self._needed -= 1
         self._in_hand += 1
-        if group in self._admitted and group in self._ready:
-            self._spans.append((self._admitted[group], self._ready[group]))
-        self._forget(group)
+        self._taken.append(group)
         self._useful.append(True)
 
-    def _forget(self, group: int) -> None:
-        self._admitted.pop(group, None)
-        self._ready.pop(group, None)
-
-    def _learn(self) -> None:
+    def _learn(self, spare_s: tuple[float, ...]) -> None:
         """Update the measurements at the end of an update."""
-        self._starved_before_s, self._starved_s = self._starved_s, 0.0
-        if self._spans and self._collects:
-            self._leads.append(max(ready for _, ready in self._spans) - min(begun for begun, _ in self._spans))
-        else:
-            self._leads.extend(ready - begun for begun, ready in self._spans)
-        self._spans = []
+        # A stage for which samples always waited would not have been faster with another group.
+        spared = [now - before for now, before in zip(spare_s, self._spare_s[0], strict=True)]
+        self._starved_before_s, self._starved_s = min(self._starved_s, *spared), 0.0
+        updates = [self._taken] if self._collects else [[group] for group in self._taken]
+        self._leads.extend(lead for lead in map(lead_s, updates) if lead is not None)
+        self._taken = []
         self._work_s = _quantile(sorted(self._works), _FAST)
         self._yield = sum(self._useful) / len(self._useful)
         if self._leads:

@@ -99,7 +99,8 @@ class Coordinator:
         self._validation = Validation(config, requests_of, start.validated)
         self.ledger = Ledger(ledger_sink, start.ledger)
         self._groups = GroupTable(config, run_id, self.ledger, start.version)
-        self._samples = SampleTable(config, start.images, has_scored)
+        self._clock = clock or LoopClock()
+        self._samples = SampleTable(config, self._clock.now, start.images, has_scored)
         self._record = Record(start)
         self._formula = RewardFormula(config.reward)
         self._scorers = ScorerTotals()
@@ -109,7 +110,6 @@ class Coordinator:
         self._samples.engines.update(config.engine_names)
         self._backoff = Backoff(config.reward.backoff_s, config.reward.backoff_max_s)
         self._pauses = Later()
-        self._clock = clock or LoopClock()
         self.admission = JustInTime(config, collects=collects)
         self._producers = FairQueue(lambda: self._closed or self._samples.may_lease)
         self._rewarders = FairQueue(lambda: self._closed or self._samples.may_score)
@@ -241,7 +241,6 @@ class Coordinator:
         reason = group.reason_to_reject(self._formula, self._config.algorithm.advantage)
         if reason is None:
             self._groups.complete(group)
-            self.admission.completed(group.number, self._clock.now())
             self._ready.notify()
         else:
             self._end_group(group, "rejected", reason)
@@ -249,7 +248,7 @@ class Coordinator:
     def _end_group(self, group: Group, event: Terminal, reason: str) -> None:
         """Reject or drop a group; its slot admits a replacement."""
         why = self._groups.end(group, event, reason) or self.ledger.problem
-        self.admission.ended(group.number)
+        self.admission.ended()
         self._pauses.cancel(sample.request.sample_id for sample in group.samples)
         self._samples.end_samples(group)
         if why is not None:
@@ -280,7 +279,7 @@ class Coordinator:
         They are for the update that starts from `version` and needs `needed` more groups. The list is empty if the run
         is over: the update is then not made."""
         taken: list[ReadyGroup] = []
-        self.admission.asked(version, needed, self._clock.now())
+        self.admission.asked(version, needed, self._samples.spare_s, self._clock.now())
         self._settle()
         while not self._closed:
             while len(taken) < needed and (ready := self._take(version, needed - len(taken))):
@@ -304,7 +303,7 @@ class Coordinator:
             self._close("failed", str(error))
             return None
         if ready is not None:
-            self.admission.taken(ready.group, self._clock.now())
+            self.admission.taken(self._groups.groups[ready.group].times, self._clock.now())
             self._settle()
         return ready
 
@@ -399,7 +398,6 @@ class Coordinator:
                 return
             group, former = self._source.next(version)
             self._groups.admit(group)
-            self.admission.admitted(group.number, now)
             self._samples.add_samples(group)
             if former is not None:
                 problems = [self._samples.restore(*each) for each in group.restored(former)]

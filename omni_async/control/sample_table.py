@@ -38,7 +38,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from itertools import chain, islice
 from typing import NamedTuple
@@ -47,6 +47,7 @@ from msgspec.structs import replace
 
 from omni_async.config import Config
 from omni_async.control.held_bytes import HeldBytes
+from omni_async.control.lead import Stage, Times
 from omni_async.control.scorer_faults import ScorerFaults
 from omni_async.types import SampleKind, SampleRequest, SampleResult, Score, ScoreJob, ScoreResult, Terminal
 
@@ -94,7 +95,7 @@ _HOLDS_EXPECTED_BYTES = frozenset({QUEUED, LEASED, ABANDONED})
 _HOLDS_ITS_BYTES = frozenset({GENERATED, SCORING, PAUSED, SCORED})
 
 
-_Effect = tuple[SampleState, int, int, int, int, int, int]
+_Effect = tuple[SampleState, int, int, int, int, int, int, int, int]
 
 
 def _effect(before: SampleState, after: SampleState) -> _Effect:
@@ -109,6 +110,8 @@ def _effect(before: SampleState, after: SampleState) -> _Effect:
         -change(*_DONE, GONE),
         change(QUEUED),
         change(*_AT_ENGINE),
+        change(GENERATED),
+        change(SCORING),
         change(*_HOLDS_EXPECTED_BYTES),
         change(*_HOLDS_ITS_BYTES),
     )
@@ -124,7 +127,7 @@ class SampleSet:
     """Samples that are useful only together: a group, or a validation round.
 
     `attempts` is the largest number of generations that any sample needed, `num_missing` the number of samples that are
-    neither scored nor failed."""
+    neither scored nor failed. `times` are measured for groups."""
 
     def __init__(self, kind: SampleKind, number: int, requests: list[SampleRequest], bucket: int = 0) -> None:
         self.kind = kind
@@ -133,6 +136,7 @@ class SampleSet:
         self.samples: tuple[Sample, ...] = tuple(Sample(request, self) for request in requests)
         self.num_missing = len(requests)
         self.attempts = 1
+        self.times = Times()
 
 
 class Sample:
@@ -207,10 +211,11 @@ class SampleTable:
     """The table of live samples.
 
     `engines` share the work; `lost_workers` get none. `images` counts the generated training samples, including earlier
-    attempts. `has_scored`: the current scorers have scored a sample before."""
+    attempts. `has_scored`: the current scorers have scored a sample before. `now` reads the clock of `Times`."""
 
-    def __init__(self, config: Config, images: int = 0, has_scored: bool = False) -> None:
+    def __init__(self, config: Config, now: Callable[[], float], images: int = 0, has_scored: bool = False) -> None:
         self._config = config
+        self._now = now
         self._capacity = config.buffer.trajectories
         self._share = config.validation.share if config.validation else 1.0
         self.samples: dict[str, Sample] = {}
@@ -222,8 +227,8 @@ class SampleTable:
         self.faults = ScorerFaults(config, has_scored)
         # Indexes and counts over `samples`. `_take` skips samples that have left QUEUED meanwhile.
         self._slots = 0
-        self._num_queued: dict[SampleKind, int] = {"train": 0, "validation": 0}
-        self._num_leased: dict[SampleKind, int] = {"train": 0, "validation": 0}
+        self.at_engines: dict[SampleKind, Stage] = {"train": Stage(), "validation": Stage()}
+        self.at_workers: dict[SampleKind, Stage] = {"train": Stage(), "validation": Stage()}
         self._num_leased_to: Counter[tuple[SampleKind, str]] = Counter()
         self._training: list[tuple[int, int, Sample]] = []  # a heap by group and sample
         self._validation: deque[Sample] = deque()
@@ -238,18 +243,19 @@ class SampleTable:
         effect = _EFFECTS[before][event]
         if effect is None:
             raise ValueError(f"sample {sample.request.sample_id} is {before.name}: {event.name} cannot happen to it")
-        after, slots, missing, queued, at_engines, expected, own = effect
+        after, slots, missing, queued, at_engines, generated, scoring, expected, own = effect
         sample.state = after
         kind = owner.kind
         if slots:
             self._slots += slots
         if missing:
             owner.num_missing += missing
-        if queued:
-            self._num_queued[kind] += queued
-        if at_engines:
-            self._num_leased[kind] += at_engines
-            self._num_leased_to[kind, sample.engine] += at_engines
+        if queued or at_engines:
+            self.at_engines[kind].change(queued, at_engines, self._now())
+            if at_engines:
+                self._num_leased_to[kind, sample.engine] += at_engines
+        if generated or scoring:
+            self.at_workers[kind].change(generated, scoring, self._now())
         if (expected or own) and kind == "train":
             self.bytes.change(owner.bucket, expected, own, sample.result.nbytes if sample.result else 0)
         if before is GENERATED:
@@ -265,7 +271,8 @@ class SampleTable:
 
     def add_samples(self, owner: SampleSet) -> None:
         """Queue the samples of an admitted group or a new round."""
-        self._num_queued[owner.kind] += len(owner.samples)
+        owner.times.admitted = now = self._now()
+        self.at_engines[owner.kind].change(len(owner.samples), 0, now)
         if owner.kind == "train":
             self.bytes.reserve(owner.bucket, len(owner.samples))
         for sample in owner.samples:
@@ -311,7 +318,7 @@ class SampleTable:
     @property
     def may_lease(self) -> bool:
         """Return whether a sample is queued and a slot is free."""
-        return self._slots < self._capacity and (self._num_queued["train"] > 0 or self._num_queued["validation"] > 0)
+        return self._slots < self._capacity and any(stage.num_waiting for stage in self.at_engines.values())
 
     def lease(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
         """Lease samples to an engine, as many as it may have now.
@@ -326,9 +333,10 @@ class SampleTable:
         if engine not in self.engines:
             return []
         free = min(free, self._capacity - self._slots)
-        queued, leased = self._num_queued["train"], self._num_leased["train"]
+        training = self.at_engines["train"]
+        queued, leased = training.num_waiting, training.num_samples
         chosen: list[Sample] = []
-        if waiting := self._num_queued["validation"]:
+        if waiting := self.at_engines["validation"].num_waiting:
             share = math.ceil(self._share * min(capacity, math.ceil(self._capacity / len(self.engines))))
             allowed = share - self._num_leased_to["validation", engine] if queued else free
             chosen = self._take("validation", max(0, min(free, allowed, waiting)), engine)
@@ -344,6 +352,7 @@ class SampleTable:
             sample = self._validation.popleft() if kind == "validation" else heapq.heappop(self._training)[2]
             if sample.state is QUEUED:  # a restored sample that is generated again is queued twice
                 sample.engine = engine
+                sample.owner.times.leased(self.at_engines[kind], self._now())
                 self._move(sample, LEASE)
                 found.append(sample)
         return found
@@ -362,12 +371,19 @@ class SampleTable:
         """Store the result of a leased sample. Return an error text if `buffer.max_bytes` is too small; else None."""
         sample.result = result
         self._move(sample, GENERATE)
+        sample.owner.times.generated(self._now())
         self.drawn += sample.request.calls
         self.encoded += result.encoded
         if sample.owner.kind == "validation":
             return None
         self.images += 1
         return self.bytes.problem(result.sample_id, result.nbytes)
+
+    @property
+    def spare_s(self) -> tuple[float, float]:
+        """Return for how many seconds so far no training sample waited for engines, and for reward workers."""
+        now = self._now()
+        return self.at_engines["train"].spare_s(now), self.at_workers["train"].spare_s(now)
 
     def begin_update(self) -> None:
         """Reset the counts that are reported for each update."""
@@ -399,8 +415,9 @@ class SampleTable:
         return bool(self._to_score["validation"]) or (bool(self._to_score["train"]) and self._may_score_training())
 
     def _may_score_training(self) -> bool:
-        none_to_lease = self._num_queued["train"] == 0 or self._slots == self._capacity
-        return self._config.reward.streaming or (self._num_leased["train"] == 0 and none_to_lease)
+        training = self.at_engines["train"]
+        none_to_lease = training.num_waiting == 0 or self._slots == self._capacity
+        return self._config.reward.streaming or (training.num_samples == 0 and none_to_lease)
 
     def jobs(self, worker: str, limit: int) -> list[ScoreJob]:
         """Hand up to `limit` samples to a reward worker, validation samples first, each kind in the order of arrival.
@@ -420,6 +437,7 @@ class SampleTable:
 
     def hand_out(self, sample: Sample, worker: str) -> None:
         """Give the sample to one more reward worker."""
+        sample.owner.times.handed_out(self.at_workers[sample.owner.kind], self._now())
         self._move(sample, TAKE)
         sample.workers += (worker,)
 
@@ -434,7 +452,10 @@ class SampleTable:
         self.cached += result.cached
         sample.score = result.score
         self._move(sample, SCORE)
-        return None if sample.owner.num_missing else Complete(sample.owner)
+        if sample.owner.num_missing:
+            return None
+        sample.owner.times.ready = self._now()
+        return Complete(sample.owner)
 
     def _not_scored(self, sample: Sample, worker: str, result: ScoreResult) -> Outcome | None:
         error = result.error or "no score"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from omni_async.config import Config
 from omni_async.control.admission import JustInTime, Pace
+from omni_async.control.lead import Times
 from tests.support.configs import build
 
 P = 4
@@ -19,6 +20,15 @@ P = 4
 
 def config(**staleness: Any) -> Config:
     return build({"staleness": {"max_updates": 8, **staleness}, "trainer": {"groups_per_update": P}})
+
+
+def made(begun: float, ready: float) -> Times:
+    """Return the times of a group that waited for no other."""
+    times = Times()
+    times.admitted = times.begun = begun
+    times.first_generated = times.last_generated = times.ready = ready
+    times.behind_s = 0.0
+    return times
 
 
 class Line:
@@ -33,7 +43,7 @@ class Line:
         self.policy, self.leads_s, self.each_s, self.outage = policy, cycle(leads_s), each_s, outage
         self.collects = policy._collects
         self.now = 0.0
-        self.waiting: list[tuple[int, float, int]] = []  # number, ready at, version
+        self.waiting: list[tuple[Times, int]] = []  # a group and its version
         self.version = self.number = 0
         self.ages: list[int] = []
         self.waited_s = 0.0
@@ -41,33 +51,31 @@ class Line:
     def admit_until(self, then: float) -> None:
         """Admit the groups that are due, until a moment."""
         while True:
-            made = sum(ready > self.now for _, ready, _ in self.waiting)
+            making = sum(group.ready > self.now for group, _ in self.waiting)
             room = len(self.waiting) < 9 * P
-            due = self.policy.due(made, len(self.waiting) - made, self.now) if room else math.inf
+            due = self.policy.due(making, len(self.waiting) - making, self.now) if room else math.inf
             if due > then:
                 self.now = then
                 return
             self.now = max(self.now, due)
-            self.policy.admitted(self.number, self.now)
             ready = self.now + next(self.leads_s)
             begins, ends = self.outage
             if begins <= ready < ends:
                 ready = ends
-            self.policy.completed(self.number, ready)
-            self.waiting.append((self.number, ready, self.version))
+            self.waiting.append((made(self.now, ready), self.version))
             self.number += 1
 
     def train(self, updates: int) -> None:
         for _ in range(updates):
             taken = 0
             while taken < P:
-                self.policy.asked(self.version, P - taken, self.now)
+                self.policy.asked(self.version, P - taken, (self.now, self.now), self.now)
                 self.admit_until(self.now)
                 asked = self.now
-                self.admit_until(max(self.now, self.waiting[0][1]))
+                self.admit_until(max(self.now, self.waiting[0][0].ready))
                 self.waited_s += self.now - asked
-                number, _, version = self.waiting.pop(0)
-                self.policy.taken(number, self.now)
+                group, version = self.waiting.pop(0)
+                self.policy.taken(group, self.now)
                 self.ages.append(self.version - version)
                 taken += 1
                 if not self.collects or taken == P:
@@ -190,20 +198,26 @@ def test_a_trainer_that_is_late_gets_no_more_groups_meanwhile() -> None:
     assert policy.due(0, P, line.now) == math.inf
 
 
-def test_ended_groups_are_forgotten() -> None:
-    line = Line(policy := JustInTime(config(), collects=False), 2.0)
-    line.train(20)
-    for number, *_ in line.waiting:
-        policy.ended(number)
-    assert not policy._admitted and not policy._ready
+def test_waits_are_no_price_where_another_stage_is_always_busy() -> None:
+    """Samples always wait for reward workers: another group would have waited there too."""
+    policy = JustInTime(config(), collects=False)
+    for version in range(10):
+        now = 10.0 * version
+        policy.asked(version, P, (now, 0.0), now)
+        for group in range(P):
+            policy.due(P, 0, now)
+            policy.taken(made(now - 2, now + 9), now + 9)
+            if group < P - 1:
+                policy.asked(version, P - 1 - group, (now, 0.0), now + 9)
+    assert policy.pace.starved_s == 0 and policy.pace.work_s == pytest.approx(1.0)
 
 
 def test_few_groups_are_admitted_before_anything_is_measured() -> None:
     policy = JustInTime(config(), collects=False)
     assert policy.due(3 * P - 1, 0, 7.0) <= 7.0
     assert policy.due(3 * P, 0, 7.0) == math.inf
-    policy.asked(0, P, 7.0)
-    policy.taken(0, 7.0)
+    policy.asked(0, P, (7.0, 7.0), 7.0)
+    policy.taken(Times(), 7.0)
     assert policy.due(3 * P - 1, 0, 7.0) == math.inf, "a group in training counts"
 
 
@@ -214,8 +228,8 @@ def test_more_groups_are_admitted_where_some_are_rejected() -> None:
         line = Line(policy, 6.0)
         for _ in range(20):
             line.train(1)
-            for number in range(P * rejected):
-                policy.ended(1000 + number)
+            for _ in range(P * rejected):
+                policy.ended()
     never, often = policies
     assert never.due(12, 0, line.now) > line.now == often.due(12, 0, line.now)
     assert often.due(0, 12, line.now) == never.due(0, 12, line.now)
@@ -231,27 +245,25 @@ def test_a_trainer_that_waits_for_nothing_under_way_gets_a_group(
     events: list[tuple[str, float]], collects: bool, reserve: Any
 ) -> None:
     """No order of events can stop a run: a group is due at once if the trainer waits and no group is on its way."""
-    policy, now, number, version, taken = JustInTime(config(reserve=reserve), collects=collects), 0.0, 0, 0, 0
-    making: list[int] = []
-    ready: list[int] = []
+    policy, now, version, taken = JustInTime(config(reserve=reserve), collects=collects), 0.0, 0, 0
+    making: list[float] = []
+    ready: list[Times] = []
     waits = False
     for event, seconds in events:
         now += seconds
         due = policy.due(len(making), len(ready), now)
         assert not math.isnan(due)
         if event == "admit" and due <= now:
-            policy.admitted(number, now)
-            making.append(number)
-            number += 1
+            making.append(now)
         elif event == "ready" and making:
-            ready.append(making.pop(0))
-            policy.completed(ready[-1], now)
+            ready.append(made(making.pop(0), now))
         elif event == "reject" and making:
-            policy.ended(making.pop(0))
+            making.pop(0)
+            policy.ended()
         elif event == "ask" and not waits:
             if taken == P:
                 version, taken = version + 1, 0
-            policy.asked(version, P - taken, now)
+            policy.asked(version, P - taken, (now, now), now)
             waits = True
         elif event == "take" and waits and ready:
             policy.taken(ready.pop(0), now)

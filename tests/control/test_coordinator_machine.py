@@ -595,9 +595,13 @@ class CoordinatorMachine(RuleBasedStateMachine):
         others = sum(state in ("GENERATED", "SCORING", "PAUSED") for *_, state in states)
         assert (counts["ready"], counts["reserved"]) == (len(waiting), leased.total() + others)
         for kind in ("train", "validation"):
-            assert table._num_queued[kind] == sum((o.kind, state) == (kind, "QUEUED") for _, o, state in states)
-            assert table._num_leased[kind] == sum(n for (of, _), n in leased.items() if of == kind)
-        assert table.may_lease == (any(table._num_queued.values()) and counts["reserved"] < counts["capacity"])
+            assert table.at_engines[kind].num_waiting == sum(
+                (o.kind, state) == (kind, "QUEUED") for _, o, state in states
+            )
+            assert table.at_engines[kind].num_samples == sum(n for (of, _), n in leased.items() if of == kind)
+        assert table.may_lease == (
+            any(stage.num_waiting for stage in table.at_engines.values()) and counts["reserved"] < counts["capacity"]
+        )
         for sample, owner, state in states:
             assert bool(sample.workers) == (state == "SCORING") and state != "GONE"
             missing = sum(one.state.name not in ("SCORED", "FAILED") for one in owner.samples)

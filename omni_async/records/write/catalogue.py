@@ -331,8 +331,8 @@ _WAITING = (
     Metric(
         "admission/lead_s",
         Group.WAITING,
-        "from the admission of a group to its last score (of an update's groups, if the trainer collects them),"
-        " median of recent updates",
+        "how long a group (an update's groups, if the trainer collects them) is made, from admission to its last score"
+        " without waits for older groups; median of recent updates",
         "s",
     ),
     Metric("admission/work_s", Group.WAITING, "trainer's work on an update, without its waits for groups", "s"),
@@ -345,8 +345,8 @@ _WAITING = (
     Metric(
         "admission/starved_s",
         Group.WAITING,
-        "the trainer's waits, in the update before, that began while a group was withheld: at most the price of young"
-        " samples",
+        "the trainer's waits, in the update before, that began while a group was withheld and no other stage was busy"
+        " throughout: at most the price of young samples",
         "s",
         "down",
     ),
