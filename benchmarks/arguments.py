@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import csv
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -59,3 +60,10 @@ def write_json(path: Path, results: Any) -> Path:
     """Write results atomically, in a form that people can read, too; return the path."""
     write_atomic(path, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
     return path
+
+
+def append_row(path: Path, row: NamedTuple) -> None:
+    """Append a finished cell to a CSV file, after the names of the columns in a new file."""
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([row._fields, row] if new else [row])

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from benchmarks.arguments import command_parser
+from benchmarks.arguments import append_row, command_parser
 
 _HELP = """\
 Train the quickstart with a bfloat16 engine whose rounding error is amplified, once per correction and seed.
@@ -177,14 +177,6 @@ def read_rows(path: Path) -> list[Row]:
             Row(float(r["factor"]), r["correction"], int(r["seed"]), int(r["updates"]), *map(float, [*r.values()][4:]))
             for r in csv.DictReader(file)
         ]
-
-
-def append_row(path: Path, row: Row) -> None:
-    """Append a finished cell, after the names of the columns in a new file."""
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerows([Row._fields, row] if new else [row])
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:

@@ -12,19 +12,19 @@ from omni_async.commands.command_line import add_command, live_bar, require_apar
 from omni_async.commands.simulate import add_job, profile_of
 from omni_async.config import ConfigError, load
 from omni_async.config.load import inputs_of
-from omni_async.simulation.tune.keys import TUNED, with_keys
+from omni_async.simulation.tune.keys import TUNED, S, with_keys
 
 if TYPE_CHECKING:
     from omni_async.simulation.tune.search import Point
 
 _TUNE = """\
-Find, before anything runs, the best split of N devices over rollout, reward and trainer, the staleness that it needs
-and the sizes of the buffers. The law of overlap ranks the splits; simulations of the real control plane in virtual
-time choose among them:
+Find, before anything runs, the best split of N devices over rollout, reward and trainer, and the sizes of the buffers.
+The law of overlap ranks the splits; simulations of the real control plane in virtual time choose among them:
 
   omni-async tune recipes/emulated/qwen_image_lora_h800.yaml --devices 5
   omni-async tune recipes/quickstart/quickstart.yaml --profile runs/my-run/profile.json --devices 2 --plot
   omni-async tune recipe.yaml trainer.groups_per_update=64 --profile remote_judge --devices 16 --keep trainer.workers
+  omni-async tune recipe.yaml --profile remote_judge --devices 16 --staleness
   omni-async train recipe.tuned.yaml
 
 A profile contains the times of the stages: every run writes one (profile.json), some are shipped, and a recipe with
@@ -32,10 +32,12 @@ A profile contains the times of the stages: every run writes one (profile.json),
 resources of placement.<role>. If there are fewer CPUs, the roles share them, and the numbers of workers stay as in the
 recipe.
 
-The output has the front of throughput against staleness, the smallest S within 2 % of the best with a reason for every
-chosen key, and a comparison with the recipe and the law. The chosen keys are written as a recipe that extends yours
-and is no slower. Among values within 0.5 % of each other the plainer wins: smaller buffers, windows and intervals,
-swap: step.
+staleness.max_updates stays the recipe's: it is a cap, and samples are only as old as the pipeline requires. The output
+reports a cap that is too small. --staleness searches for the smallest S within 2 % of the best throughput.
+
+The output has the front of throughput against staleness, a reason for every chosen key, and a comparison with the
+recipe and the law. The chosen keys are written as a recipe that extends yours and is no slower. Among values within
+0.5 % of each other the plainer wins: smaller buffers, windows and intervals, swap: step.
 
 A profile has times, not memory: keep the keys that your memory decides (--keep trainer.workers, with the number in the
 recipe or as trainer.workers=4). Keys that can be kept: {keys}.
@@ -47,7 +49,7 @@ def add_tune(commands: Any) -> None:
     tune = add_command(
         commands,
         "tune",
-        "choose staleness, buffers and the split of N devices by simulation",
+        "choose buffers and the split of N devices by simulation",
         _TUNE.format(keys=", ".join(TUNED)),
         f"{__name__}:tune_recipe",
         "measure and predict",
@@ -62,6 +64,7 @@ def add_tune(commands: Any) -> None:
         metavar="KEY",
         help="a key that keeps the recipe's value; may be repeated",
     )
+    add("--staleness", action="store_true", help="search for the smallest useful staleness.max_updates, too")
     add("--budget", type=int, default=120, metavar="N", help="most simulations (default: 120)")
     add("--seed", type=int, default=0, help="of the simulated service times (default: 0)")
     add(
@@ -104,7 +107,7 @@ def tune_recipe(options: argparse.Namespace) -> int:
             simulate,
             budget=options.budget,
             seed=options.seed,
-            keep=options.keep,
+            keep=options.keep if options.staleness else [*options.keep, S],
             progress=lambda made, point: show(_summary(point), made),
         )
     tuned_config = with_keys(config, tuned.chosen.keys)
@@ -135,6 +138,8 @@ def _require_usable(options: argparse.Namespace) -> None:
     for key in options.keep:
         if key not in TUNED:
             raise ConfigError(f"--keep: {key} is not tuned; keys that are: {', '.join(TUNED)}")
+    if options.staleness and S in options.keep:
+        raise ConfigError(f"--keep: {S} is what --staleness searches for; leave one of them out")
 
 
 def _summary(point: Point) -> str:

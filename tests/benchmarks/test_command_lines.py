@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import encoder_cache, lora_rollout, precision
+from benchmarks import encoder_cache, just_in_time, lora_rollout, precision
 from benchmarks.control_plane import Roles, Shape, make_config, measure
 from benchmarks.precision import Cell, Row, read_rows, table
+from omni_async.config import load
+from omni_async.control.admission import withholds
 from omni_async.control.coordinator import Coordinator
 from omni_async.types import LedgerEntry, Prompt
 
@@ -30,6 +32,7 @@ from omni_async.types import LedgerEntry, Prompt
         ("gpu_probe --small --out probe.md", "--out: expected a name that ends in .json, got probe.md"),
         ("gpu_probe --small --out notes.json", "notes.md would be replaced by the table of readings"),
         ("gpu_probe", "sees no accelerator here; --small --device cpu runs the code at test size"),
+        ("just_in_time --updates 9", "--updates: expected at least 10"),
         ("lora_rollout nowhere", "no family is called 'nowhere'; there are qwen_image,"),
         ("lora_rollout --engine vllm_omni", "expected one family"),
         ("lora_rollout --width 100", "--width: expected a multiple of 96"),
@@ -96,6 +99,51 @@ def test_prompts_are_encoded_once(tmp_path: Path) -> None:
     records = results_of(f"encoder_cache {small}", tmp_path)["records"]
     calls = [[record["calls"] for record in records if record["arm"] == arm] for arm in encoder_cache.ARMS]
     assert calls == [[2, 2, 2, 0, 0, 0], [2, 2, 2, 2, 2, 2], [4, 2, 4, 4, 2, 4]]
+
+
+def test_finished_runs_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = {"synchronous": (0.7, 0.8), "just_in_time": (0.85, 0.9), "eager": (0.5, 0.6)}
+    trained: list[just_in_time.Cell] = []
+
+    def train(cell: just_in_time.Cell) -> just_in_time.Row:
+        trained.append(cell)
+        if cell.arm == "eager" and len(trained) == 3:
+            raise KeyboardInterrupt
+        update = {"loss": 0.0, "admission/starved_s": 0.25, "staleness/mean": 1.0}
+        lines = [{"update": n, "wall_s": 2.0 * n, **update} for n in range(1, 21)]
+        lines += [
+            {"update": n, "validation/reward": r} for n, r in zip((0, 10, 20), (0.2, *ends[cell.arm]), strict=True)
+        ]
+        metrics = tmp_path / "metrics.jsonl"
+        metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        return just_in_time.measured(cell, metrics)
+
+    monkeypatch.setattr(just_in_time, "_train", train)
+    arguments = ["--csv", str(tmp_path / "runs.csv"), "--seeds", "1", "--updates", "20"]
+    assert just_in_time.main(arguments) == 130
+    assert just_in_time.main(arguments) == 0
+    assert [cell.arm for cell in trained] == ["synchronous", "just_in_time", "eager", "eager"]
+    capsys.readouterr()
+    assert just_in_time.main([*arguments, "--picture", str(tmp_path / "curves.png")]) == 0
+    # .75 lies halfway from .7 (20 s) to .8 (40 s), and 11 / 13 of the way from .2 (0 s) to .85 (20 s).
+    assert capsys.readouterr().out.splitlines()[2:-1] == [
+        "| synchronous | 0.800 | 0.800 | 40 | 30: median 30 | 1.00 |",
+        "| just in time | 0.900 | 0.900 | 40 | 17: median 17 | 1.00 |",
+        "| eager | 0.600 | 0.600 | 40 | never | 1.00 |",
+    ]
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("job", just_in_time.JOBS)
+@pytest.mark.parametrize("arm", just_in_time.ARMS)
+def test_arms_differ_in_admission_alone(job: str, arm: str) -> None:
+    config = load(just_in_time._RECIPE, just_in_time.settings(just_in_time.Cell(job, arm, 3, 60)))
+    budget = {"trainer_bound": 8, "quickstart": 2}[job]
+    assert config.staleness.max_updates == (0 if arm == "synchronous" else budget)
+    assert withholds(config) is (arm == "just_in_time")
+    assert (config.run.seed, config.trainer.updates, config.run.runtime) == (3, 60, "ray")
 
 
 def test_finished_cells_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

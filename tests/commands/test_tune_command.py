@@ -49,7 +49,7 @@ def tune(arguments: str) -> int:
 
 
 def test_it_prints_the_choice_and_writes_the_recipe(folder, capsys):
-    assert tune("recipe.yaml --profile steady.json --devices 3") == 0
+    assert tune("recipe.yaml --profile steady.json --devices 3 --staleness") == 0
     printed = capsys.readouterr()
     assert "Throughput against staleness: 3 gpus, profile steady" in printed.out
     assert printed.out.endswith("wrote recipe.tuned.yaml\n")
@@ -57,6 +57,26 @@ def test_it_prints_the_choice_and_writes_the_recipe(folder, capsys):
     lines = printed.err.splitlines()
     assert all(line.startswith(f"simulated {number}: ") for number, line in enumerate(lines, start=1))
     assert f"profile steady, {len(lines)} simulations" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        (8, "staleness.max_updates: 8 is kept, as a cap: groups are 0.50 updates old on average, 8 at most."),
+        (0, "staleness.max_updates: 0 is kept, and it holds the run up: by the law the slowest stage needs 1."),
+    ],
+)
+def test_staleness_is_kept_unless_it_is_searched(folder, by_law, capsys, budget, said):
+    assert tune(f"recipe.yaml --profile steady.json --devices 3 staleness.max_updates={budget}") == 0
+    shown = capsys.readouterr().out
+    assert said in shown and f"0.5 % of the best throughput with S = {budget}, and no slower" in shown
+    assert "Chosen:" in shown and "  staleness.max_updates: " not in shown
+    written = yaml.safe_load((folder / "recipe.tuned.yaml").read_text())
+    assert written["staleness"] == {"max_updates": budget}, "given on the command line"
+    assert tune(f"recipe.yaml --profile steady.json --devices 3 --staleness staleness.max_updates={budget}") == 0
+    assert load("recipe.tuned.yaml").staleness.max_updates == 1
+    shown = capsys.readouterr().out
+    assert "  staleness.max_updates: 1, because" in shown and "is kept" not in shown
 
 
 def test_json_holds_everything(folder, by_law, capsys):
@@ -113,6 +133,7 @@ def test_a_credential_that_the_command_gives_is_not_written(folder, by_law, caps
         ("recipe.yaml --devices 4 --profile recipe", "--profile: no profile 'recipe'; shipped are"),
         ("nowhere.yaml --devices 4 --profile steady.json", "nowhere.yaml: no such file"),
         (f"{COMMAND} --keep rollout.seed", "--keep: rollout.seed is not tuned; keys that are"),
+        (f"{COMMAND} --staleness --keep staleness.max_updates", "--keep: staleness.max_updates is what --staleness"),
         (f"{COMMAND} --budget 1", "--budget: expected at least 12 simulations"),
         (f"{COMMAND} --out recipe.yaml", "--out: recipe.yaml is the recipe itself"),
         (f"{COMMAND} --json .", "--json: cannot write .: "),
@@ -200,5 +221,6 @@ def test_a_printed_example_works_as_it_stands(command, folder, by_law, capsys):
 def test_the_help_names_the_keys_and_options(capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(["tune", "--help"])
-    shown, options = capsys.readouterr().out, "--devices --profile --keep --budget --seed --out --plot --json"
+    shown = capsys.readouterr().out
+    options = "--devices --profile --keep --staleness --budget --seed --out --plot --json"
     assert left.value.code == 0 and all(word in shown for word in (*TUNED, *options.split()))

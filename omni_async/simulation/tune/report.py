@@ -19,8 +19,8 @@ from omni_async.config.reading import real_path
 from omni_async.config.redact import redact
 from omni_async.config.yaml_text import to_yaml
 from omni_async.performance.law import max_speedup
-from omni_async.simulation.tune.keys import PoolSize, with_keys
-from omni_async.simulation.tune.search import LOSS, Point, tolerated
+from omni_async.simulation.tune.keys import PoolSize, S, count, with_keys
+from omni_async.simulation.tune.search import LOSS, MODEST, Point, tolerated
 from omni_async.simulation.tune.tuning import Tuned, seconds
 
 _COLUMNS = {
@@ -45,7 +45,10 @@ _IDLE = 0.6
 def text(tuned: Tuned) -> str:
     """Return the whole report, for a terminal or a pipe."""
     head = f"{tuned.devices} {tuned.kind}, profile {tuned.profile}, {tuned.simulations} simulations"
-    marked = f"the smallest S within {100 * tolerated(tuned.noise, LOSS):.2g} % of the best throughput"
+    searched = S in tuned.keys
+    marked = f"within {100 * tolerated(tuned.noise, LOSS if searched else MODEST):.2g} % of the best throughput"
+    kept = f"the plainest settings {marked} with S = {tuned.chosen.keys[S]}"
+    marked = f"the smallest S {marked}" if searched else kept
     parts = [
         f"Throughput against staleness: {head}",
         _front(tuned),
@@ -116,6 +119,8 @@ def _remarks(tuned: Tuned) -> list[str]:
         f" {max_speedup(tuned.times):.2f} times as fast as schedule: sync on the same split"
         f" ({seconds(tuned.times.total)} per update)."
     ]
+    if S not in tuned.keys:
+        remarks.append(_cap(tuned))
     if not tuned.is_no_slower:
         remarks.append(
             f"The recipe as it is makes more images ({number(tuned.recipe.images_per_s)}/s) than anything else that was"
@@ -152,6 +157,19 @@ def _remarks(tuned: Tuned) -> list[str]:
             " looks closer."
         )
     return remarks
+
+
+def _cap(tuned: Tuned) -> str:
+    """Return a sentence about an S that was not searched: what it is used for, or that it is too small."""
+    budget, simulated = count(tuned.chosen.keys, S), tuned.chosen.simulated
+    kept = f"{S}: {budget} is kept"
+    if budget < tuned.needed:
+        return (
+            f"{kept}, and it holds the run up: by the law the slowest stage needs {tuned.needed}. Raise it: it is a"
+            " cap."
+        )
+    used = f"groups are {simulated.staleness_mean:.2f} updates old on average, {simulated.staleness_max} at most"
+    return f"{kept}, as a cap: {used}. --staleness searches for the smallest that is enough."
 
 
 def _pool(number: int, pool: PoolSize) -> str:

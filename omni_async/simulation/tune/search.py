@@ -63,10 +63,10 @@ def search(trials: Trials, splits: Sequence[Split]) -> Point:
     """Return the recommended point; `trials` then holds all simulated points.
 
     `splits`: the best by the law first."""
-    variation = max(stage.variation for stage in trials.profile.stages().values())
     # A kept publish interval bounds the budget from below.
     fewest = count(trials.kept, key.PUBLISH) - 1 if key.PUBLISH in trials.kept else 0
-    budgets = budgets_to_scan(splits[0], variation, fewest) if key.S not in trials.kept else [count(trials.kept, key.S)]
+    kept = key.S in trials.kept
+    budgets = [count(trials.kept, key.S)] if kept else budgets_to_scan(splits[0], trials.variation, fewest)
     asked = [(budget, trials.refusal(roomy(trials.config, splits[0].keys, budget))) for budget in budgets]
     budgets = [budget for budget, problem in asked if problem is None]
     if not budgets:
@@ -289,6 +289,11 @@ class Trials:
         return self.made >= self.budget
 
     @property
+    def variation(self) -> float:
+        """Return the largest coefficient of variation of a stage."""
+        return max(stage.variation for stage in self.profile.stages().values())
+
+    @property
     def points(self) -> list[Point]:
         return [point for point in self._points.values() if point is not None]
 
@@ -344,7 +349,7 @@ class Trials:
         """Measure the effect of another seed, as a fraction of images per second: half the range over a few seeds.
 
         Smaller differences are meaningless."""
-        if any(stage.variation for stage in self.profile.stages().values()):
+        if self.variation:
             config = with_keys(self.config, point.keys)
             others = (self.run(config, point.keys, self.seed + i) for i in range(1, _SEEDS))
             speeds = [point.images_per_s, *(other.images_per_s for other in others)]

@@ -18,7 +18,7 @@ from omni_async.config import Config, ConfigError
 from omni_async.config.checks import check
 from omni_async.config.schedule import apply_schedule, num_devices
 from omni_async.config.schema import ScheduleName
-from omni_async.performance.law import StageTimes
+from omni_async.performance.law import StageTimes, smallest_useful_budget
 from omni_async.performance.profile import Profile
 from omni_async.roles.plan import require_trainable
 from omni_async.simulation.tune.keys import (
@@ -66,7 +66,7 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     - points: every point of the search; front: the gain from more staleness, freshest first.
     - recipe: the unchanged recipe, on `recipe_devices`.
     - in_step: schedules without overlap on the chosen devices, by name.
-    - times: of the chosen split, by the law.
+    - times: of the chosen split, by the law. needed: the smallest S at which its slowest stage never waits, by the law.
     - noise: the effect of another seed, as a fraction of images/s.
     - spent: the budget ended the search.
     - shared: the devices are CPUs, fewer than the roles take, so the split is the recipe's.
@@ -86,6 +86,7 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     recipe_devices: float
     in_step: dict[str, Point]
     times: StageTimes
+    needed: int
     noise: float
     simulations: int
     spent: bool
@@ -141,6 +142,7 @@ def tune(
     spent = trials.spent
     explained = Explainer(trials, chosen, ranked, devices).reasons()  # only with the simulations of the search
     in_step = _in_step(trials, chosen, ("sync",) if shared else IN_STEP)
+    times = split_by_law(base, profile, chosen.keys).times
     return Tuned(
         devices=devices,
         kind=device_kind(base),
@@ -155,7 +157,8 @@ def tune(
         recipe=recipe,
         recipe_devices=recipe_devices,
         in_step=in_step,
-        times=split_by_law(base, profile, chosen.keys).times,
+        times=times,
+        needed=smallest_useful_budget(times, trials.variation),
         noise=trials.noise,
         simulations=trials.made,
         spent=spent,
