@@ -22,6 +22,7 @@ def simulated(config: Config, profile: Profile, updates: int, reserve: str) -> S
     return simulate(replace(config, staleness=replace(config.staleness, reserve=reserve)), profile, updates=updates)
 
 
+@pytest.mark.sliced(floor=1)
 @pytest.mark.parametrize("name", PROFILES)
 def test_a_budget_of_8_costs_no_more_than_the_least_that_feeds_the_trainer(name: str) -> None:
     """Groups are at most 1.3 times as old as with the least budget of a run that admits into every slot."""
