@@ -91,6 +91,24 @@ def test_a_long_generation_counts_although_the_first_sample_waited() -> None:
     assert lead_s([group]) == 100.0
 
 
+def test_the_first_sample_of_a_group_counts_at_every_stage() -> None:
+    """Two samples, one after the other, at stages that older groups use too."""
+    line, group = Line(), Times()
+    line.engines.change(0, 1, 0.0)
+    line.workers.change(0, 1, 0.0)
+    group.admitted = 0.0
+    for second in (1.0, 6.0):
+        group.leased(line.engines, second)
+        group.generated(second + 2)
+        group.handed_out(line.workers, second + 3)
+    group.ready = 11.0
+    assert lead_s([group]) == 9.0, "from 1 to 11, without the first sample's wait for a reward worker"
+    other = Times()
+    other.begun, other.behind_s, other.ready = 1.0, 5.0, 11.0
+    other.generated(5.0)
+    assert lead_s([group, other]) == 9.0, "the wait of the group that was generated first"
+
+
 def test_groups_of_an_earlier_attempt_have_no_lead() -> None:
     assert lead_s([Times()]) is None and lead_s([]) is None
 
