@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from omni_async.algorithms.kinds import Kind, find_kind
 from omni_async.algorithms.registry import Objective, find_objective
-from omni_async.config.algorithm import Correction
+from omni_async.config.algorithm import Advantage, Correction
 from omni_async.config.layout import layout_problems
 from omni_async.config.schema import Config
 
@@ -19,10 +19,11 @@ def problems(config: Config) -> Iterator[str]:
         yield f"algorithm.name: objective {objective.name!r}: fields: {kind.name!r} rows are made of {missing} too"
     yield from _rows(config, objective, kind)
     yield from _ratio(config, objective, kind)
-    if not kind.paired and config.rollout.group_size < 2:
+    yield from _rewards(config, objective, kind)
+    if config.algorithm.teacher is not None and "teacher" not in objective.auxiliary(config.algorithm):
         yield (
-            f"rollout.group_size: {objective.name} compares the samples of a prompt, so it needs at least 2, got"
-            f" {config.rollout.group_size}"
+            f"algorithm.teacher: {objective.name} has no term for a teacher; remove it, or set algorithm.name to distill,"
+            " flow_grpo or another objective on denoising steps"
         )
     if kind.paired and config.trainer.groups_per_micro_batch > 1:
         yield (
@@ -54,6 +55,28 @@ def _rows(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
         yield (
             f"rollout.calls: {objective.name} {kind.summary}, which a sample of several calls has several of; take an"
             f" objective that trains denoising steps, or 1 call, got {config.rollout.calls}"
+        )
+
+
+def _rewards(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
+    if not kind.rewarded:
+        if config.algorithm.advantage != Advantage():
+            yield (
+                f"algorithm.advantage: {objective.name} reads no rewards, so there is no advantage to compute; remove the"
+                " section"
+            )
+        if config.validation is not None and not config.scored:
+            yield "validation: without reward.scorers there is nothing to measure; set scorers, or validation: null"
+        return
+    if not config.scored and config.data.preferences is None:
+        yield (
+            f"reward.scorers: {objective.name} learns from rewards, and a teacher gives none; set at least one scorer, or"
+            " algorithm.name: distill"
+        )
+    if not kind.paired and config.rollout.group_size < 2:
+        yield (
+            f"rollout.group_size: {objective.name} compares the samples of a prompt, so it needs at least 2, got"
+            f" {config.rollout.group_size}"
         )
 
 

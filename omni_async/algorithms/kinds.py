@@ -35,6 +35,8 @@ class Kind:
         algorithm.correction corrects; its loss then recomputes proximal log-probs.
     paired: whether only a group's best and worst sample are trained, as a pair: every rank then has both, and their
         rows are dealt. Preference files consist of such pairs.
+    rewarded: whether its losses depend on rewards. Otherwise scorers only measure, and groups of one sample and groups of
+        equal rewards are trained.
     requires: the trajectory tensors of its rows; every objective of the kind must name them.
     fields: the trajectory tensors that engines must return for an objective under a configuration.
     problems: combinations of an objective and the rest of the configuration that cannot work, one message each, in
@@ -47,6 +49,7 @@ class Kind:
     noisy: bool = False
     ratio: bool = False
     paired: bool = False
+    rewarded: bool = True
     requires: tuple[str, ...] = ()
     fields: Callable[[Objective, Config], tuple[str, ...]] = lambda objective, config: objective.fields
     problems: Callable[[Objective, Config], Iterator[str]] = lambda objective, config: iter(())
@@ -107,6 +110,15 @@ BUILT_IN: tuple[Kind, ...] = (
         requires=STEPS,
         fields=_step_fields,
         problems=_step_problems,
+    ),
+    Kind(
+        name="distillation",
+        summary="trains denoising steps that were taken with noise",
+        loss="omni_async.training.transition_loss:TransitionLoss",
+        rows_per_sample=_steps,
+        noisy=True,
+        rewarded=False,
+        requires=STEPS,
     ),
     *(
         Kind(

@@ -15,7 +15,7 @@ from omni_async.config.schema import Config
 from omni_async.config.section import Section
 from omni_async.plugins.entry_points import OBJECTIVES, find_registered, load_named, registered_names
 
-AuxiliaryPolicy = Literal["reference", "old", "ema"]
+AuxiliaryPolicy = Literal["reference", "old", "ema", "teacher"]
 
 
 # The tensors that engines can return with a sample (`omni_async.rollout.base.Trajectory`).
@@ -29,10 +29,10 @@ class Objective:
     """An objective, its requirements and the function that computes it.
 
     kind: the `omni_async.algorithms.kinds.Kind` of its rows. "transition" objectives train denoising steps of a window,
-        from recorded latents and log-probs. "forward" objectives add noise to final latents, and need nothing else of a
+        from recorded latents and log-probs; "distillation" objectives do so without rewards. "forward" objectives add noise to final latents, and need nothing else of a
         sample. "preference" objectives do the same with a group's best and worst sample.
-    compute: `module:function`; (inputs of its kind, Algorithm) -> ObjectiveOutput. TransitionInputs for "transition",
-        ForwardInputs for "forward" and "preference".
+    compute: `module:function`; (inputs of its kind, Algorithm) -> ObjectiveOutput. TransitionInputs for "transition"
+        and "distillation", ForwardInputs for "forward" and "preference".
     fields: the trajectory tensors it reads, from `TRAJECTORY_FIELDS`; its kind selects the tensors that engines return.
     unit: the rows that a micro-batch must not separate: a "row", or all rows of a "sample". Pairs always stay together.
     homogeneous: whether loss(c A) = c loss(A) for c > 0 under these settings, which lets the trainer stream groups
@@ -88,17 +88,23 @@ class Objective:
 def stored_policies(objective: Objective, config: Config) -> tuple[str, ...]:
     """Return the auxiliary policies that trainer and checkpoints store as tensors, sorted.
 
-    Under LoRA the reference is not stored: it is the model without its adapters."""
+    Under LoRA the reference is not stored: it is the model without its adapters. The teacher is read from its own
+    checkpoint."""
     wanted = {*objective.auxiliary(config.algorithm), *(("ema",) if config.trainer.ema is not None else ())}
-    return tuple(sorted(one for one in wanted if one != "reference" or config.model.lora is None))
+    elsewhere = {"teacher", *(("reference",) if config.model.lora is not None else ())}
+    return tuple(sorted(wanted - elsewhere))
 
 
 def _no_kl(algorithm: Algorithm) -> bool:
-    return algorithm.kl_coef == 0
+    return algorithm.kl_coef == 0 and algorithm.teacher is None
 
 
 def _reference(algorithm: Algorithm) -> frozenset[AuxiliaryPolicy]:
     return frozenset({"reference"}) if algorithm.kl_coef > 0 else frozenset()
+
+
+def _frozen(algorithm: Algorithm) -> frozenset[AuxiliaryPolicy]:
+    return _reference(algorithm) | (frozenset({"teacher"}) if algorithm.teacher is not None else frozenset())
 
 
 def _mix_problems(config: Config) -> Iterator[str]:
@@ -192,10 +198,15 @@ def _dpo_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _on_steps(name: str, summary: str, **options: Any) -> Objective:
-    usual = {"fields": STEPS, "homogeneous": _no_kl, "auxiliary": _reference}
+def _distill_problems(config: Config) -> Iterator[str]:
+    if config.algorithm.teacher is None:
+        yield "algorithm.teacher: distill learns from a teacher alone, and null is none; set algorithm.teacher.path"
+
+
+def _on_steps(name: str, summary: str, kind: str = "transition", **options: Any) -> Objective:
+    usual = {"fields": STEPS, "homogeneous": _no_kl, "auxiliary": _frozen}
     compute = f"omni_async.algorithms.objectives.transition:{name}"
-    return Objective(name, summary, "transition", compute, **{**usual, **options})
+    return Objective(name, summary, kind, compute, **{**usual, **options})
 
 
 def _on_final(name: str, summary: str, kind: str = "forward", **options: Any) -> Objective:
@@ -229,6 +240,12 @@ BUILT_IN: tuple[Objective, ...] = (
         problems=_dppo_problems,
     ),
     _on_steps("gspo", "one ratio per sample: the geometric mean over its trained steps (GSPO)", unit="sample"),
+    _on_steps(
+        "distill",
+        "the KL to a teacher at the steps of the policy's own samples, without rewards (on-policy distillation)",
+        kind="distillation",
+        problems=_distill_problems,
+    ),
     _on_final(
         "diffusion_nft",
         "contrasts implicit positive and negative policies on final latents (DiffusionNFT)",

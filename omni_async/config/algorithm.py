@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from omni_async.config.section import Coefficient, Positive, Section, most
+from omni_async.config.section import Coefficient, Plain, Positive, Section, most
 
 
 class Advantage(Section, kw_only=True, frozen=True):
@@ -182,6 +182,16 @@ class Forward(Section, kw_only=True, frozen=True):
     """Shift of `logit_normal` sigmas."""
 
 
+class Teacher(Section, kw_only=True, frozen=True):
+    """A frozen policy that the trained one is distilled from, step by step, at the states of its own samples."""
+
+    path: Plain
+    """Checkpoint of the teacher in diffusers layout, of the architecture of `model.path`. Relative to the recipe's
+    folder; or `owner/name` of a model hub if this machine's cache has it."""
+    coef: Positive = 1.0
+    """Weight of the KL to the teacher, which has the form `kl_form`."""
+
+
 class Algorithm(Section, kw_only=True, frozen=True):
     name: str = "flow_grpo"
     """The objective; `omni-async list` shows them."""
@@ -192,8 +202,10 @@ class Algorithm(Section, kw_only=True, frozen=True):
     and the step."""
     kl_coef: Coefficient = 0.0
     """Weight of the KL (or squared velocity difference) to the reference policy."""
+    teacher: Teacher | None = None
+    """A teacher for `distill`, or for an added term of the other objectives on denoising steps; null: none."""
     kl_form: Literal["published", "exact", "mean"] = "published"
-    """`published`: variance without the step size, as in flow_grpo; `exact`: the Gaussian KL; `mean`: squared
+    """Form of the KL to the reference and to the teacher. `published`: variance without the step size, as in flow_grpo; `exact`: the Gaussian KL; `mean`: squared
     difference of means alone."""
     timestep_fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Share of a sample's trainable steps that is trained, drawn separately for every sample."""

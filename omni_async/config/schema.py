@@ -338,6 +338,11 @@ class Config(Section, kw_only=True, frozen=True):
         return (self.staleness.max_updates + 1) * self.trainer.groups_per_update
 
     @property
+    def scored(self) -> bool:
+        """Return whether scorers score the samples; samples of a dataset, or of a recipe without scorers, have none."""
+        return self.emulation is not None or (self.data.preferences is None and bool(self.reward.scorers))
+
+    @property
     def engine_names(self) -> tuple[str, ...]:
         """Return the names of the actors that produce samples: engines, or the reader of a preference dataset."""
         if self.data.preferences is not None:

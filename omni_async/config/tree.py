@@ -22,6 +22,7 @@ from omni_async.config.yaml_text import ConfigError, parse_yaml
 
 _PATHS = (
     "model.path",
+    "algorithm.teacher.path",
     "data.prompts",
     "data.preferences",
     "validation.prompts",

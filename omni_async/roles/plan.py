@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from omni_async.algorithms.checks import problems
-from omni_async.algorithms.kinds import find_kind
+from omni_async.algorithms.kinds import Kind, find_kind
 from omni_async.algorithms.registry import Objective, find_objective
 from omni_async.config import Config, ConfigError
 
@@ -70,11 +70,12 @@ def plan_updates(config: Config) -> Plan:
     # Weights must be known before the first gradient if they depend on all rows, or if their scale must not affect the
     # KL term.
     rescales = correction.normalises or (correction.denominator == "kept" and correction.masks)
-    penalised = config.algorithm.kl_coef > 0 or config.algorithm.mix.log_ratio_coef > 0
+    algorithm = config.algorithm
+    penalised = algorithm.kl_coef > 0 or algorithm.mix.log_ratio_coef > 0 or algorithm.teacher is not None
     weigh = kind.ratio and (correction.needs_update or (rescales and penalised))
     # By the time some rows are trained, the proximal policy no longer exists.
     recomputes = correction.mode in ("decoupled", "none") and config.trainer.steps_per_update > 1
-    mode, why = _streaming(config, objective, weigh, kind.paired)
+    mode, why = _streaming(config, objective, kind, weigh)
     return Plan(
         mode=mode,
         why=why,
@@ -86,14 +87,15 @@ def plan_updates(config: Config) -> Plan:
     )
 
 
-def _streaming(config: Config, objective: Objective, weigh: bool, paired: bool) -> tuple[Streaming, str]:
+def _streaming(config: Config, objective: Objective, kind: Kind, weigh: bool) -> tuple[Streaming, str]:
     trainer, advantage = config.trainer, config.algorithm.advantage
     several_steps = "several optimizer steps need the whole update: it is applied whole or, if the run ends, not at all"
     first_that_holds: tuple[tuple[bool, Streaming, str], ...] = (
         (trainer.streaming == "off", "collect", "trainer.streaming is off"),
         (trainer.steps_per_update > 1, "collect", several_steps),
         (weigh, "collect", "the off-policy correction looks at the whole update"),
-        (paired, "as_ready", "a preference needs its pair alone"),
+        (kind.paired, "as_ready", "a preference needs its pair alone"),
+        (not kind.rewarded, "as_ready", "the loss reads no rewards"),
         (advantage.track_prompts, "collect", "prompts are tracked across groups"),
         (advantage.aggregate == "gdpo", "collect", "GDPO whitens advantages over the update"),
         (advantage.std != "global", "as_ready", f"advantage.std: {advantage.std} needs the group alone"),

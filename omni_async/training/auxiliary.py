@@ -1,9 +1,9 @@
-"""Evaluates other policies through the policy's own modules: reference, old policy, moving average.
+"""Evaluates other policies through the policy's own modules: reference, old policy, moving average, teacher.
 
 An auxiliary policy is a list of tensors, a copy of the trained parameters (under LoRA only the adapters) with the same
 sharding. It runs through the same module: its values are copied in, and the policy's own values are copied back. A use
 costs two copies of the trained parameters, little compared with a forward pass, and needs no second model in memory.
-Under LoRA the reference is the module with its adapters off.
+Under LoRA the reference is the module with its adapters off. The teacher is a copy of all weights without adapters.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def _locals(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class AuxiliaryPolicies:
-    """Copies of `parameters`, the trained parameters of `module`, by name."""
+    """Copies of `parameters` of `module`, by name: its trained parameters, or what a teacher replaces."""
 
-    def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, module: nn.Module, parameters: Mapping[str, Tensor]) -> None:
         self._module = module
         self._names = list(parameters)
         self._parameters: list[Tensor] = list(parameters.values())

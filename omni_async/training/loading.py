@@ -37,6 +37,9 @@ class Loading(Protocol):
     def fill(self, device: torch.device) -> None:
         """Allocate parameters without memory on `device`, and read their values from the checkpoint."""
 
+    def stored(self, name: str) -> Any:
+        """Return a parameter's value in the checkpoint, perhaps unread: `[...]` or a slice reads it. Not after `fill`."""
+
 
 class WholeModel:
     """Loads all weights at once, in `dtype`."""
@@ -49,6 +52,9 @@ class WholeModel:
 
     def fill(self, device: torch.device) -> None:
         """Do nothing: the weights are already loaded."""
+
+    def stored(self, name: str) -> Any:
+        return self.components.get_parameter(name).detach()
 
 
 class ShardedModel:
@@ -72,9 +78,8 @@ class ShardedModel:
     def digest(self, dtype: torch.dtype) -> str:
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for name, _ in self.components.named_parameters():
-                component, _, weight = name.partition(".")
                 # Rounded to the weights' dtype first, like the weights themselves.
-                yield name, self._stored[component][weight][...].to(self._dtype).to(dtype)
+                yield name, self.stored(name)[...].to(self._dtype).to(dtype)
 
         return digest_tensors(tensors())
 
@@ -86,6 +91,31 @@ class ShardedModel:
                 if not is_injected_adapter(f"{component}.{name}"):
                     _read(self._stored[component][diffusers_name(name)], tensor)
         self._stored.clear()
+
+    def stored(self, name: str) -> Any:
+        component, _, weight = name.partition(".")
+        return self._stored[component][weight]
+
+
+@torch.no_grad()
+def read_weights(loading: Loading, weights: Mapping[str, Tensor], model: str) -> None:
+    """Read the parameters of a checkpoint into tensors of a model of the same architecture.
+
+    Args:
+        loading: of the checkpoint, not filled.
+        weights: the tensors by the parameters' names, of any dtype and sharding.
+        model: the name of their model in errors.
+
+    Raises:
+        ValueError: names or shapes differ; names the first parameter that differs."""
+    found = dict(loading.components.named_parameters())
+    if differing := found.keys() ^ weights.keys():
+        name = min(differing)
+        raise ValueError(f"{name} is in {'it' if name in found else model} alone; expected the architecture of {model}")
+    for name, tensor in weights.items():
+        if (shape := tuple(found[name].shape)) != tuple(tensor.shape):
+            raise ValueError(f"{name} has the shape {shape}, and {tuple(tensor.shape)} in {model}")
+        _read(loading.stored(name), tensor)
 
 
 def open_tensors(folder: Path) -> dict[str, Any]:

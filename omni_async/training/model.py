@@ -28,7 +28,7 @@ from omni_async.diffusion.policy import Policy, RoundsTime
 from omni_async.training import TrainingError, checkpoint, sequence_parallel
 from omni_async.training.auxiliary import AuxiliaryPolicies, adapters_off, add_adapters, forget_gathered
 from omni_async.training.groups import Needs
-from omni_async.training.loading import Loading, WholeModel
+from omni_async.training.loading import Loading, WholeModel, read_weights
 from omni_async.training.optimizer import build_optimizer, gradient_norm, gradients, set_learning_rate
 from omni_async.weights.lora import diffusers_name, is_injected_adapter
 
@@ -51,7 +51,8 @@ class ModuleBackend:
         self.layout = layout
         self.lora = config.model.lora
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
-        loading = self.loading(torch.float32 if self.lora is None else self.dtype)
+        self._held = torch.float32 if self.lora is None else self.dtype  # dtype of weights without adapters
+        loading = self.loading(policy, self._held)
         self.components = loading.components
         self.digest = loading.digest(self.dtype) if layout.rank == 0 else ""
         if self.lora is not None:
@@ -77,15 +78,32 @@ class ModuleBackend:
         self.auxiliary = AuxiliaryPolicies(self.components, self.trainable)
         for auxiliary in stored_policies(objective, config):
             self.auxiliary.keep_copy(auxiliary)
+        self.teacher: AuxiliaryPolicies | None = None
+        if config.algorithm.teacher is not None and "teacher" in objective.auxiliary(config.algorithm):
+            self.teacher = self._with_teacher(config.algorithm.teacher.path)
         self.optimizer = build_optimizer(config.trainer.optimizer, self.trainable.values(), device)
         # Checkpoints are written while ranks train, so their collectives need a separate group.
         self._saving_group = dist.new_group(backend="gloo") if layout.world_size > 1 else None
         self._stager = checkpoint.build_stager(self.weights_device)
         self._saving: Future[Any] | None = None
 
-    def loading(self, dtype: torch.dtype) -> Loading:
-        """Build the components, weights in `dtype`."""
-        return WholeModel(self.policy, dtype)
+    def loading(self, policy: Policy, dtype: torch.dtype) -> Loading:
+        """Build the components of a policy's checkpoint, weights in `dtype`."""
+        return WholeModel(policy, dtype)
+
+    def _with_teacher(self, path: str) -> AuxiliaryPolicies:
+        """Load the teacher. Raises ValueError, one line, if it is no checkpoint of the model's architecture."""
+        weights = self.base()
+        teacher = AuxiliaryPolicies(self.components, weights)
+        teacher.keep_copy("teacher")
+        values = {name: teacher.tensors()[f"teacher.{name}"] for name in weights}
+        try:
+            # A policy is the family's class for one checkpoint (`PipelineFamily.policy`).
+            read_weights(self.loading(type(self.policy)(path), self._held), values, self.policy.path)
+        except ValueError as error:
+            why = str(error).removeprefix("model.path: ")
+            raise ValueError(f"algorithm.teacher.path: {path}: {why}") from error
+        return teacher
 
     def add_adapters(self, lora: Lora) -> None:
         """Freeze the components and add the adapters, which are trained instead."""
@@ -135,6 +153,9 @@ class ModuleBackend:
     ) -> Tensor:
         if auxiliary == "reference" and self.lora is not None:
             with adapters_off(self.components):
+                return self.velocity(latents, sigma, conditioning, spec, needs)
+        if auxiliary == "teacher" and self.teacher is not None:
+            with adapters_off(self.components), self.teacher.using("teacher"):
                 return self.velocity(latents, sigma, conditioning, spec, needs)
         if auxiliary not in self.auxiliary:
             raise TrainingError(f"there is no {auxiliary} policy: the objective did not ask for one")

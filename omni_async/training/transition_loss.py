@@ -18,9 +18,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from omni_async.algorithms.correction import Drift, correct, interpolated_log_prob, normaliser
-from omni_async.algorithms.kinds import sde_of
+from omni_async.algorithms.kinds import find_kind, sde_of
 from omni_async.algorithms.objectives.base import TransitionInputs
-from omni_async.algorithms.registry import Objective
+from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
+from omni_async.config.algorithm import Correction
 from omni_async.config.schema import Config
 from omni_async.diffusion.policy import modalities_of
 from omni_async.diffusion.sde.transitions import Transition, log_prob, log_prob_by_part, nats_per_log_prob, transition
@@ -129,13 +130,19 @@ def sample_drifts(
     ]
 
 
+_INPUT_OF: dict[AuxiliaryPolicy, str] = {"reference": "ref_mean", "teacher": "teacher_mean"}
+
+
 class TransitionLoss(LossOfObjective):
     """The `RowLoss` of transition objectives. `omni_async.training.engine` documents the order of calls."""
 
     def __init__(self, config: Config, objective: Objective, *parts: Any) -> None:
         self._sde = sde_of(config)
         super().__init__(config, objective, *parts)
-        c = self._correction = config.correction
+        # Without a ratio there is nothing to correct, whatever `auto` would choose for the staleness budget.
+        ratio = find_kind(objective.kind).ratio
+        c = self._correction = config.correction if ratio else Correction(mode="none")
+        self._frozen = [name for name in _INPUT_OF if name in objective.auxiliary(config.algorithm)]
         rejects_samples = c.reject_level != "step" and (c.k1, c.k2, c.k3) != (None, None, None)
         weighs_samples = c.weights != "none" and c.level != "step"
         self._whole_samples = objective.unit == "sample" or rejects_samples or weighs_samples
@@ -169,12 +176,12 @@ class TransitionLoss(LossOfObjective):
         return self._policy.component_of(float(call["sigmas"][call["steps"][k]]))
 
     def losses(self, group: GroupBatch, rows: TransitionRows, counts: bool) -> Tensor:
-        reference = None
-        if "reference" in self._objective.auxiliary(self._algorithm):
+        others = {}
+        for policy in self._frozen:
             velocity = self._model.auxiliary_velocity(
-                "reference", rows.latents, rows.sigma, rows.conditioning, group.spec, rows.needs
+                policy, rows.latents, rows.sigma, rows.conditioning, group.spec, rows.needs
             )
-            reference = self._transition(rows, velocity).mean
+            others[_INPUT_OF[policy]] = self._transition(rows, velocity).mean
         step, value, velocity = self._current(rows, group.spec)
         mode = "decoupled" if group.proximal_ratio else self._correction.mode
         passed = self._passes.recall(row_keys(group, rows), rows.latents.device)
@@ -192,11 +199,11 @@ class TransitionLoss(LossOfObjective):
                 std=step.std,
                 scale=step.scale,
                 nats_per_log_prob=self._nats_per_log_prob(rows, step.scale),
-                ref_mean=reference,
                 num_elements=rows.num_elements,
                 kind=self._sde.kind,
                 weight=weight,
                 steps_per_sample=self._steps_per_sample(rows),
+                **others,
             )
         )
         if counts:

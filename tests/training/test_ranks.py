@@ -20,6 +20,7 @@ EXPERTS = "experts: "  # begins the names of variants with two components, over 
 # A group of 5 is 3 + 2 samples on two ranks, so that the second rank has padding.
 BASE = {"group_size": 5, "size": 2, "optimizer": "sgd"}
 FORWARD = {"sde": None, "clip_range": None}
+DISTILL = {"name": "distill", "clip_range": None, "correction": {}, "teacher": {"path": "1"}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"kl_coef": 0.05},
     "lora": {"kl_coef": 0.05, "lora": world.LORA},
@@ -45,6 +46,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gathered once": {"kl_coef": 0.05, "trainer.gather": "step"},
     "whole lora": {"lora": world.LORA, "trainer.shard": 1},
     "fused": {"optimizer": "adamw", "trainer.optimizer.fused": True, "trainer.optimizer.eps": 1e-4},
+    "distill": {**DISTILL, "kl_coef": 0.05},
+    "teacher lora": {"teacher": {"path": "1"}, "lora": world.LORA},
     "dpo": {**FORWARD, "name": "diffusion_dpo", "dpo": {"beta": 2.0}, "forward": {"draws": 6}},
 }
 VARIANTS |= {EXPERTS + name: VARIANTS[name] for name in ("full", "lora", "share of steps", "nft")}

@@ -18,7 +18,7 @@ class TransitionInputs:
 
     log_prob (R,) and mean (R, ...) are the current policy's and carry the gradient; everything else is data. The
     trainer passes log-probs, weight and nats_per_log_prob as float64, the others as float32. `old_*` belong to the
-    denominator of the ratio, `ref_mean` to the reference policy. advantage, std, scale, nats_per_log_prob are (R,).
+    denominator of the ratio, `ref_mean` to the reference policy, `teacher_mean` to the teacher. advantage, std, scale, nats_per_log_prob are (R,).
     `omni_async.diffusion.sde` defines the last three for `kind`: nats_per_log_prob (log_prob - old_log_prob) is the
     log-ratio of the whole sample. weight (R,) is the off-policy correction; it multiplies only the policy-gradient part
     of the loss."""
@@ -31,11 +31,12 @@ class TransitionInputs:
     std: Tensor
     scale: Tensor
     nats_per_log_prob: Tensor
-    ref_mean: Tensor | None
     num_elements: int
     kind: str
     weight: Tensor | None = None
     steps_per_sample: int = 1
+    ref_mean: Tensor | None = None
+    teacher_mean: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows = self.log_prob.shape
@@ -47,7 +48,7 @@ class TransitionInputs:
             raise ValueError(
                 f"mean must be {rows[0]} rows of {self.num_elements} elements, got shape {tuple(self.mean.shape)}"
             )
-        _require_shape(self, ("old_mean", "ref_mean"), self.mean.shape, " like mean")
+        _require_shape(self, ("old_mean", "ref_mean", "teacher_mean"), self.mean.shape, " like mean")
         if self.steps_per_sample < 1 or rows[0] % self.steps_per_sample:
             raise ValueError(f"{rows[0]} rows are not whole samples of {self.steps_per_sample} steps")
 

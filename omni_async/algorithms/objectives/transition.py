@@ -1,7 +1,7 @@
 """Implements the objectives on denoising steps, and their common parts.
 
-The common parts are log-ratios, PPO's clipped surrogate (arXiv 1707.06347, eq. 7), the KL to the reference, and the
-metrics of both. All numbers per row are float64: clip ranges are often 1e-5 or less, and float32 has only about a
+The common parts are log-ratios, PPO's clipped surrogate (arXiv 1707.06347, eq. 7), the KL to the reference and to a
+teacher, and their metrics. All numbers per row are float64: clip ranges are often 1e-5 or less, and float32 has only about a
 hundred values that close to 1.
 
 | objective  | paper            | its own part                                                       |
@@ -12,6 +12,7 @@ hundred values that close to 1.
 | grpo_guard | arXiv 2510.22319 | log-ratios centred and rescaled to one width at every step         |
 | flow_dppo  | arXiv 2606.11025 | no clip: drops rows that drifted too far and would drift further   |
 | gspo       | arXiv 2507.18071 | one ratio per sample, the geometric mean over its denoising steps  |
+| distill    | arXiv 2605.15055 | the KL to the teacher alone: no ratio, no advantage                |
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ def _clip_in_nats(
     return nats < -clip, nats > clip, (log_ratio * (clip / nats.abs().clamp(min=clip))).exp()
 
 
-def reference_kl(inputs: TransitionInputs, ref_mean: Tensor, algorithm: Algorithm) -> Tensor:
-    """Return (R,) float64, per latent element, with gradient: <(mean - ref_mean)^2> / (2 s^2).
+def gaussian_kl(inputs: TransitionInputs, other_mean: Tensor, algorithm: Algorithm) -> Tensor:
+    """Return (R,) float64, per latent element, with gradient: <(mean - other_mean)^2> / (2 s^2).
 
     kl_form "published": s = std, as in flow_grpo and VeRL-Omni; "exact": s = scale, the KL between the two Gaussians.
     For kind "flow" the published value is the exact value times the step size; for "dance" and "cps" they agree.
@@ -106,9 +107,9 @@ def reference_kl(inputs: TransitionInputs, ref_mean: Tensor, algorithm: Algorith
 
     Args:
         inputs: read for mean, std and scale.
-        ref_mean: (R, ...), the reference policy's.
+        other_mean: (R, ...), of a frozen policy: the reference, or the teacher.
         algorithm: read for kl_form."""
-    square = mean_square_difference(inputs.mean, ref_mean)
+    square = mean_square_difference(inputs.mean, other_mean)
     if algorithm.kl_form == "mean":
         return square
     width = inputs.std if algorithm.kl_form == "published" else inputs.scale
@@ -118,29 +119,35 @@ def reference_kl(inputs: TransitionInputs, ref_mean: Tensor, algorithm: Algorith
 def objective_output(
     inputs: TransitionInputs, algorithm: Algorithm, policy_loss: Tensor, metrics: Metrics, penalty: Tensor | None = None
 ) -> ObjectiveOutput:
-    """Compute weight policy_loss + kl_coef KL + penalty per row, in log_prob's dtype.
+    """Compute weight policy_loss + kl_coef KL + teacher.coef KL_teacher + penalty per row, in log_prob's dtype.
 
-    Adds the metrics approx_kl = log_ratios^2 / 2 and, with ref_mean, kl_ref in the form of `kl_form`.
+    The KL to the teacher is of the policy in training, whatever policy took the step: stale samples change the states,
+    not the term (arXiv 2606.24143). Adds the metrics approx_kl = log_ratios^2 / 2 and, with ref_mean or teacher_mean,
+    kl_ref and kl_teacher in the form of `kl_form`.
 
     Args:
-        inputs: read for weight (default 1), log-probs and KL.
-        algorithm: read for kl_coef and kl_form.
+        inputs: read for weight (default 1), log-probs and KLs.
+        algorithm: read for kl_coef, teacher and kl_form.
         policy_loss: (R,) float64.
         metrics: the objective's own, names to (R,).
         penalty: (R,) float64, not multiplied by the weight; None: 0.
 
     Raises:
-        ValueError: kl_coef > 0 without ref_mean."""
+        ValueError: kl_coef > 0 without ref_mean, or a teacher without teacher_mean."""
     loss = policy_loss if inputs.weight is None else inputs.weight.detach().to(torch.float64) * policy_loss
     if penalty is not None:
         loss = loss + penalty
     metrics = {**metrics, "approx_kl": 0.5 * log_ratios(inputs).square()}
-    if inputs.ref_mean is not None:
-        metrics["kl_ref"] = reference_kl(inputs, inputs.ref_mean, algorithm)
-        if algorithm.kl_coef > 0:
-            loss = loss + algorithm.kl_coef * metrics["kl_ref"]
-    elif algorithm.kl_coef > 0:
-        raise ValueError(f"algorithm.kl_coef is {algorithm.kl_coef} but there is no ref_mean to compute the KL to")
+    coef = 0.0 if algorithm.teacher is None else algorithm.teacher.coef
+    for name, key, weight, mean in (
+        ("ref", "kl_coef", algorithm.kl_coef, inputs.ref_mean),
+        ("teacher", "teacher.coef", coef, inputs.teacher_mean),
+    ):
+        if mean is not None:
+            kl = metrics[f"kl_{name}"] = gaussian_kl(inputs, mean, algorithm)
+            loss = loss + weight * kl if weight > 0 else loss
+        elif weight > 0:
+            raise ValueError(f"algorithm.{key} is {weight} but there is no {name}_mean to compute the KL to")
     dtype = inputs.log_prob.dtype
     return ObjectiveOutput(loss.to(dtype), {name: value.detach().to(dtype) for name, value in metrics.items()})
 
@@ -261,3 +268,15 @@ def gspo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
     nats = mean_over_steps(log_ratios_nats(inputs))
     loss, metrics = clipped_surrogate(inputs, algorithm, mean_over_steps(log_ratios(inputs)), nats)
     return objective_output(inputs, algorithm, loss, metrics)
+
+
+def distill(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
+    """Compute per row teacher.coef KL(policy || teacher) + kl_coef KL, at the states of the policy's own samples.
+
+    On-policy distillation: the per-step KL of two Gaussians of equal variance, DiffusionOPD's closed form (arXiv
+    2605.15055), whose gradient needs no samples of the step's noise. The advantage, old_log_prob and the weight are
+    ignored. KL: `gaussian_kl`.
+
+    Raises ValueError without teacher_mean, and for kl_coef > 0 without ref_mean. Metrics: approx_kl of the log-ratio to
+    old_log_prob; kl_teacher; with ref_mean kl_ref."""
+    return objective_output(inputs, algorithm, torch.zeros_like(inputs.log_prob, dtype=torch.float64), {})

@@ -50,13 +50,16 @@ class _Empty:
     def fill(self, device: torch.device) -> None:
         pass
 
+    def stored(self, name: str) -> Tensor:
+        return self.components.get_parameter(name)
+
 
 class _MetaBackend(ModuleBackend):
     """A rank's model on the meta device, with weights in FSDP2's compute dtype."""
 
-    def loading(self, dtype: torch.dtype) -> Loading:
-        assert isinstance(self.policy, BuildsEmpty)
-        return _Empty(self.policy, dtype)
+    def loading(self, policy: Policy, dtype: torch.dtype) -> Loading:
+        assert isinstance(policy, BuildsEmpty)
+        return _Empty(policy, dtype)
 
     def add_adapters(self, lora: Lora) -> None:
         self.components.requires_grad_(False)
@@ -78,6 +81,9 @@ class _MetaBackend(ModuleBackend):
             parameter.register_post_accumulate_grad_hook(_forget)
         for name in stored_policies(objective, self.config):
             with self.auxiliary.using(name):
+                pass
+        if self.teacher is not None:
+            with self.teacher.using("teacher"):
                 pass
 
 
@@ -184,6 +190,9 @@ def estimate_trainer(config: Config, measured: MeasuredTrainer, context: int) ->
     size = getattr(torch, config.model.dtype).itemsize
     weights = m.frozen * size // shard + m.trained * _MASTER // shard
     states = m.trained * _MASTER * (1 + _moments(config) + _copies(config)) // shard
+    if "teacher" in find_objective(config.algorithm.name).auxiliary(config.algorithm):
+        # All weights without adapters, and a copy of the policy's to swap with them.
+        states += 2 * (m.frozen * size if config.model.lora is not None else m.trained * _MASTER) // shard
     if trainer.gather == "step":
         gathered = (m.frozen + m.trained) * size
     elif backend.name != "plain":  # FSDP2 computes with a copy of a layer even if a rank holds it whole

@@ -36,10 +36,10 @@ class Fsdp2Backend(ModuleBackend):
         self._mesh = _mesh(device, layout)
         super().__init__(config, objective, policy, device, layout)
 
-    def loading(self, dtype: torch.dtype) -> Loading:
-        if isinstance(self.policy, BuildsEmpty):
-            return ShardedModel(self.policy, dtype)
-        return WholeModel(self.policy, dtype)
+    def loading(self, policy: Policy, dtype: torch.dtype) -> Loading:
+        if isinstance(policy, BuildsEmpty):
+            return ShardedModel(policy, dtype)
+        return WholeModel(policy, dtype)
 
     @property
     def weights_device(self) -> torch.device:
