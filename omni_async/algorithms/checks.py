@@ -22,8 +22,8 @@ def problems(config: Config) -> Iterator[str]:
     yield from _rewards(config, objective, kind)
     if config.algorithm.teacher is not None and "teacher" not in objective.auxiliary(config.algorithm):
         yield (
-            f"algorithm.teacher: {objective.name} has no term for a teacher; remove it, or set algorithm.name to distill,"
-            " flow_grpo or another objective on denoising steps"
+            f"algorithm.teacher: {objective.name} has no term for a teacher; remove it, or set algorithm.name to"
+            " distill, flow_grpo or another objective on denoising steps"
         )
     if kind.paired and config.trainer.groups_per_micro_batch > 1:
         yield (
@@ -62,16 +62,16 @@ def _rewards(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
     if not kind.rewarded:
         if config.algorithm.advantage != Advantage():
             yield (
-                f"algorithm.advantage: {objective.name} reads no rewards, so there is no advantage to compute; remove the"
-                " section"
+                f"algorithm.advantage: {objective.name} reads no rewards, so there is no advantage to compute; remove"
+                " the section"
             )
-        if config.validation is not None and not config.scored:
+        if config.validation is not None and config.unscored:
             yield "validation: without reward.scorers there is nothing to measure; set scorers, or validation: null"
         return
-    if not config.scored and config.data.preferences is None:
+    if config.unscored:
         yield (
-            f"reward.scorers: {objective.name} learns from rewards, and a teacher gives none; set at least one scorer, or"
-            " algorithm.name: distill"
+            f"reward.scorers: {objective.name} learns from rewards, and a teacher gives none; set at least one scorer,"
+            " or algorithm.name: distill"
         )
     if not kind.paired and config.rollout.group_size < 2:
         yield (

@@ -35,8 +35,8 @@ class Kind:
         algorithm.correction corrects; its loss then recomputes proximal log-probs.
     paired: whether only a group's best and worst sample are trained, as a pair: every rank then has both, and their
         rows are dealt. Preference files consist of such pairs.
-    rewarded: whether its losses depend on rewards. Otherwise scorers only measure, and groups of one sample and groups of
-        equal rewards are trained.
+    rewarded: whether its losses depend on rewards. Otherwise scorers only measure, and groups of one sample and groups
+        of equal rewards are trained.
     requires: the trajectory tensors of its rows; every objective of the kind must name them.
     fields: the trajectory tensors that engines must return for an objective under a configuration.
     problems: combinations of an objective and the rest of the configuration that cannot work, one message each, in

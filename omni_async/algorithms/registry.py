@@ -29,8 +29,9 @@ class Objective:
     """An objective, its requirements and the function that computes it.
 
     kind: the `omni_async.algorithms.kinds.Kind` of its rows. "transition" objectives train denoising steps of a window,
-        from recorded latents and log-probs; "distillation" objectives do so without rewards. "forward" objectives add noise to final latents, and need nothing else of a
-        sample. "preference" objectives do the same with a group's best and worst sample.
+        from recorded latents and log-probs; "distillation" objectives do so without rewards. "forward" objectives add
+        noise to final latents, and need nothing else of a sample. "preference" objectives do the same with a group's
+        best and worst sample.
     compute: `module:function`; (inputs of its kind, Algorithm) -> ObjectiveOutput. TransitionInputs for "transition"
         and "distillation", ForwardInputs for "forward" and "preference".
     fields: the trajectory tensors it reads, from `TRAJECTORY_FIELDS`; its kind selects the tensors that engines return.

@@ -51,6 +51,9 @@ def contents_of(config: Config, prompts: Sequence[Prompt], validation: Sequence[
         profile = config.emulation.profile  # a file, or the name of a shipped profile
         return path_contents("emulation.profile", profile) if profile.endswith(".json") else found
     found |= model_contents(Path(config.model.path))
+    if (teacher := config.algorithm.teacher) is not None:
+        key = "algorithm.teacher.path"
+        found[key] = _hashed(model_contents(Path(teacher.path)))
     if config.data.preferences is not None:
         pairs = path_contents("data.preferences", config.data.preferences)
         found["data.preferences"] = _of_prompts(prompts) + pairs.get("data.preferences", "")

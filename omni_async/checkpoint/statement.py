@@ -28,7 +28,8 @@ from omni_async.config.redact import redact
 FREE = (
     *("schedule", "run", "placement", "tracking", "checkpoint", "emulation"),
     # The content of these files is compared instead.
-    *("model.path", "data.prompts", "data.preferences", "validation.prompts", "reward.cache", "data.max_prompt_chars"),
+    *("model.path", "algorithm.teacher.path", "data.prompts", "data.preferences", "validation.prompts"),
+    *("reward.cache", "data.max_prompt_chars"),
     *(f"rollout.{key}" for key in ("workers", "max_inflight", "max_batch", "batching", "conditioning_cache")),
     *(f"rollout.{key}" for key in ("offload", "timeout_s", "retries", "emulated")),
     *(f"reward.{key}" for key in ("workers", "batch", "streaming", "timeout_s", "hedge_s", "retries", "backoff_s")),

@@ -205,8 +205,8 @@ class Algorithm(Section, kw_only=True, frozen=True):
     teacher: Teacher | None = None
     """A teacher for `distill`, or for an added term of the other objectives on denoising steps; null: none."""
     kl_form: Literal["published", "exact", "mean"] = "published"
-    """Form of the KL to the reference and to the teacher. `published`: variance without the step size, as in flow_grpo; `exact`: the Gaussian KL; `mean`: squared
-    difference of means alone."""
+    """Form of the KL to the reference and to the teacher. `published`: variance without the step size, as in flow_grpo;
+    `exact`: the Gaussian KL; `mean`: squared difference of means alone."""
     timestep_fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Share of a sample's trainable steps that is trained, drawn separately for every sample."""
     unconditional_gradient: bool = True

@@ -210,9 +210,10 @@ def _reward(c: Config) -> Iterator[str]:
             f" {r.hedge_s:g}"
         )
     if c.emulation is None and c.data.preferences is None:
+        counted = [one for one in r.scorers if one.weight and (not one.components or any(one.components.values()))]
         if not r.scorers and c.algorithm.teacher is None:
             yield "reward.scorers: required, at least one; `omni-async list` shows them"
-        elif r.scorers and not any(one.weight and (not one.components or any(one.components.values())) for one in r.scorers):
+        elif r.scorers and not counted:
             yield "reward.scorers: every weight is 0, so there is no reward"
     yield from _pools(c)
     for number, scorer in enumerate(r.scorers):

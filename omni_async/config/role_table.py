@@ -165,7 +165,7 @@ BUILT_IN = (
     ),
     RoleSpec(
         REWARD,
-        lambda config: _slots(REWARD, config.reward.workers) if config.data.preferences is None else (),
+        lambda config: _slots(REWARD, config.reward.workers) if config.scored else (),
         f"{_BUILDERS}:rewarder",
         "placement.reward",
         "replace",

@@ -99,7 +99,7 @@ def _roles(config: Config) -> list[tuple[int, Resources]]:
     placement = config.placement
     return [
         (config.rollout.workers, placement.rollout),
-        (0 if config.data.preferences is not None else config.reward.workers, placement.reward),
+        (config.reward.workers if config.scored else 0, placement.reward),
         (config.trainer.workers, placement.trainer),
     ]
 

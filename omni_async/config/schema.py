@@ -339,8 +339,13 @@ class Config(Section, kw_only=True, frozen=True):
 
     @property
     def scored(self) -> bool:
-        """Return whether scorers score the samples; samples of a dataset, or of a recipe without scorers, have none."""
-        return self.emulation is not None or (self.data.preferences is None and bool(self.reward.scorers))
+        """Return whether scorers score the samples; not those of a dataset, nor of a recipe without scorers."""
+        return self.data.preferences is None and not self.unscored
+
+    @property
+    def unscored(self) -> bool:
+        """Return whether samples are generated and nobody scores them, because the recipe has no scorers."""
+        return self.emulation is None and self.data.preferences is None and not self.reward.scorers
 
     @property
     def engine_names(self) -> tuple[str, ...]:

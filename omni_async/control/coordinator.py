@@ -58,6 +58,7 @@ from omni_async.types import (
     ReadyGroup,
     SampleRequest,
     SampleResult,
+    Score,
     ScoreJob,
     ScoreResult,
     ScorerReport,
@@ -66,6 +67,9 @@ from omni_async.types import (
     UpdateReport,
     WeightReport,
 )
+
+# The score of every sample if the recipe has no scorers.
+_NO_SCORE = Score(0.0)
 
 
 class Coordinator:
@@ -160,6 +164,9 @@ class Coordinator:
             problem = self._samples.generated(sample, result)
             if problem is not None:
                 self._close("failed", problem)
+        if self._config.unscored:
+            jobs = self._samples.jobs(engine, self._samples.statistics()["ready"])
+            await self.scored(engine, [ScoreResult(job.sample_id, job.attempt, score=_NO_SCORE) for job in jobs])
         if frees:
             self._settle()
         else:

@@ -13,10 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from omni_async.accelerator import require_accelerator
 from omni_async.aio.clock import Clock, WallClock
 from omni_async.aio.waiting import first_of
-from omni_async.algorithms.kinds import find_kind
+from omni_async.algorithms.kinds import Kind, find_kind
 from omni_async.algorithms.registry import find_objective
 from omni_async.config import Config
 from omni_async.config.layout import ParallelLayout
@@ -103,7 +105,11 @@ def coordinator(context: WorkerContext) -> CoordinatorForRoles:
     has_scored = inputs.start.ledger.events.get("trained", 0) > 0 and not inputs.untouched
     prompts = inputs.prompts, inputs.validation_prompts
     collects = plan_updates(inputs.config).mode == "collect"
-    return Coordinator(inputs.config, run.run_id, *prompts, sink, inputs.start, sink.sync, has_scored, collects)
+    config = inputs.config
+    if not _kind(config).rewarded:  # then a group of equal rewards teaches as much as any other
+        advantage = replace(config.algorithm.advantage, drop_zero_variance=False)
+        config = replace(config, algorithm=replace(config.algorithm, advantage=advantage))
+    return Coordinator(config, run.run_id, *prompts, sink, inputs.start, sink.sync, has_scored, collects)
 
 
 def producer(context: WorkerContext) -> Producer:
@@ -216,8 +222,11 @@ def _rank(context: WorkerContext, rank: int) -> Rank:
             device = torch.device("cpu")
         return TrainEngine(config, load_policy(context.inputs.family, config.model.path), layout, device)
 
-    paired = find_kind(find_objective(config.algorithm.name).kind).paired
-    return Rank(layout, build_engine, context.store, paired)
+    return Rank(layout, build_engine, context.store, _kind(config).paired)
+
+
+def _kind(config: Config) -> Kind:
+    return find_kind(find_objective(config.algorithm.name).kind)
 
 
 def service(context: WorkerContext) -> ServiceHost:

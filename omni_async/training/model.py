@@ -91,6 +91,10 @@ class ModuleBackend:
         """Build the components of a policy's checkpoint, weights in `dtype`."""
         return WholeModel(policy, dtype)
 
+    def same_family(self, path: str) -> Policy:
+        """Return the policy of another checkpoint of the family; `PipelineFamily.policy` is a class of one argument."""
+        return type(self.policy)(path)
+
     def _with_teacher(self, path: str) -> AuxiliaryPolicies:
         """Load the teacher. Raises ValueError, one line, if it is no checkpoint of the model's architecture."""
         weights = self.base()
@@ -98,8 +102,7 @@ class ModuleBackend:
         teacher.keep_copy("teacher")
         values = {name: teacher.tensors()[f"teacher.{name}"] for name in weights}
         try:
-            # A policy is the family's class for one checkpoint (`PipelineFamily.policy`).
-            read_weights(self.loading(type(self.policy)(path), self._held), values, self.policy.path)
+            read_weights(self.loading(self.same_family(path), self._held), values, self.policy.path)
         except ValueError as error:
             why = str(error).removeprefix("model.path: ")
             raise ValueError(f"algorithm.teacher.path: {path}: {why}") from error

@@ -13,6 +13,7 @@ from omni_async.algorithms.objectives.base import TransitionInputs
 from omni_async.algorithms.objectives.transition import (
     clipped_surrogate,
     dance_grpo,
+    distill,
     flow_dppo,
     flow_grpo,
     grpo_guard,
@@ -23,7 +24,7 @@ from omni_async.algorithms.objectives.transition import (
     objective_output,
 )
 from omni_async.algorithms.registry import BUILT_IN, find_objective
-from omni_async.config.algorithm import Algorithm, Dppo, Guard, Mix
+from omni_async.config.algorithm import Algorithm, Dppo, Guard, Mix, Teacher
 from omni_async.diffusion.sde.transitions import log_prob, take_step, transition
 
 SHAPE = (3, 4)
@@ -276,6 +277,46 @@ def test_each_kl_form_by_hand(form, divisor):
     close(out.metrics["kl_ref"], [0.04 / divisor])
 
 
+TAUGHT = Algorithm(name="distill", teacher=Teacher(path="teacher", coef=1.7), kl_form="exact")
+
+
+def taught_rows(kind="flow", **changes):
+    """Makes rows whose teacher is another policy than the reference."""
+    given = make_rows(kind, **changes)
+    noise = torch.randn(given.mean.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return replace(given, teacher_mean=given.mean.detach() + 0.1 * noise)
+
+
+@kinds
+@pytest.mark.parametrize("form", ["exact", "published"])
+def test_distill_is_the_kl_of_two_gaussians_per_element_and_its_gradient_is_known(kind, form):
+    given = taught_rows(kind)
+    width = (given.scale if form == "exact" else given.std)[:, None, None]
+    policy, teacher = (torch.distributions.Normal(mean, width) for mean in (given.mean, given.teacher_mean))
+    expected = torch.distributions.kl_divergence(policy, teacher).flatten(1).sum(1) / D
+    out = distill(given, changed(TAUGHT, kl_form=form))
+    close(out.loss, 1.7 * expected)
+    close(out.metrics["kl_teacher"], expected)
+    assert out.metrics.keys() == {"approx_kl", "kl_teacher", "kl_ref"}
+    leaves = {name: value.requires_grad_() for name, value in tensors(given).items()}
+    distill(replace(given, **leaves), changed(TAUGHT, kl_form=form)).loss.sum().backward()
+    close(leaves["mean"].grad, 1.7 * (given.mean - given.teacher_mean) / (D * width**2))
+    assert {name for name, leaf in leaves.items() if leaf.grad is not None and leaf.grad.any()} == {"mean"}
+
+
+def test_distill_pulls_to_the_reference_too_and_a_teacher_like_the_policy_teaches_nothing():
+    given = taught_rows()
+    both = distill(given, changed(TAUGHT, kl_coef=0.3)).loss
+    close(both, distill(given, TAUGHT).loss + 0.3 * kl(given, exact=True))
+    same = distill(replace(given, teacher_mean=given.mean.detach()), TAUGHT)
+    assert not same.loss.any() and not same.metrics["kl_teacher"].any()
+
+
+def test_distill_without_a_teacher_is_refused():
+    with pytest.raises(ValueError, match=r"teacher\.coef is 1\.7 but there is no teacher_mean to compute the KL to"):
+        distill(make_rows(), TAUGHT)
+
+
 CASES = {
     "flow_grpo": Algorithm(name="flow_grpo", clip_range=0.02),
     "flow_grpo/nats": Algorithm(name="flow_grpo", clip_range_nats=0.3),
@@ -314,6 +355,14 @@ def tensors(given, dtype=torch.float64):
     """Returns every tensor of the inputs by name, cut off from the graph."""
     values = {field.name: getattr(given, field.name) for field in fields(given)}
     return {name: value.detach().to(dtype) for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize("case", WITH_KL)
+def test_a_teacher_adds_its_kl_which_no_weight_multiplies(case):
+    given, taught = taught_rows(each=2), changed(CASES[case], teacher=TAUGHT.teacher)
+    added = compute(taught)(given, taught).loss - compute(CASES[case])(given, CASES[case]).loss
+    close(added, 1.7 * error(given.mean, given.teacher_mean) / (2 * given.std**2))
+    assert not find_objective(taught.name).homogeneous(taught)
 
 
 def test_every_transition_objective_is_covered_here():

@@ -7,6 +7,7 @@ OFFLINE = (*DPO, "data={preferences: pairs.parquet}", "reward={}")
 MIX = ("algorithm.name=mix_grpo", "rollout.sde.window.schedule=progressive")
 GUARD, DPPO = ("algorithm.name=grpo_guard",), ("algorithm.name=flow_dppo",)
 DANCE = ("algorithm.name=dance_grpo", "rollout.sde.kind=dance")
+DISTILL = ("algorithm.name=distill", "algorithm.teacher={path: t}")
 
 # Each has exactly this one thing wrong.
 WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -28,6 +29,19 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("trainer.workers=6", "trainer.shard=4"), "trainer.shard: 4 ranks share ... trainer.workers = 6; use a divisor"),
     # corrections of them: one stands for those that test_correction_problems lists
     (("algorithm.correction={mode: bypass, kappa_nats: 0.5}",), "correction.kappa_nats: it measures ... behaviour"),
+    # a teacher
+    (("algorithm.name=distill",), "algorithm.teacher: distill learns from a teacher alone ... algorithm.teacher.path"),
+    ((*DISTILL, "algorithm.correction.mode=bypass"), "correction: distill has no ratio to the policy that made"),
+    ((*DISTILL, "algorithm.clip_range=1e-4"), "algorithm.clip_range: distill does not clip a ratio ... remove it"),
+    ((*DISTILL, "algorithm.advantage.std=group"), "algorithm.advantage: distill reads no rewards ... the section"),
+    (
+        (*DISTILL, "reward.scorers=[]", "validation={prompts: prompts.txt}"),
+        "validation: without ... nothing to measure",
+    ),
+    ((*DISTILL, "rollout.sde=null"), "rollout.sde: distill trains denoising steps that were taken with noise"),
+    (("algorithm.teacher={path: t}", "reward.scorers=[]"), "reward.scorers: flow_grpo learns from ... name: distill"),
+    ((*NFT, "algorithm.teacher={path: t}"), "algorithm.teacher: diffusion_nft has no term for a teacher"),
+    ((*DANCE, "algorithm.teacher={path: t}"), "algorithm.teacher: dance_grpo has no term for a teacher; remove it"),
     # final latents
     (("algorithm.name=diffusion_nft",), "rollout.sde: diffusion_nft trains on final latents ... an SDE window"),
     (("algorithm.name=awm",), "rollout.sde: awm trains on final latents"),
@@ -61,6 +75,9 @@ RIGHT: tuple[tuple[str, ...], ...] = (
     GUARD,
     (*DPPO, "algorithm.correction.mode=decoupled", "rollout.sde.kind=cps"),
     ("algorithm.name=gspo", "algorithm.correction.mode=interpolated"),
+    ("algorithm.teacher={path: t, coef: 0.5}", "algorithm.kl_coef=0.04"),
+    DISTILL,
+    (*DISTILL, "rollout.group_size=1", "reward.scorers=[]", "staleness.max_updates=8", "algorithm.kl_coef=0.04"),
     ("algorithm.correction={mode: decoupled, weights: tempered, kappa_nats: 0.5, m2: 0.04}",),
     NFT,
     (*NFT, "algorithm.kl_coef=1e-4"),

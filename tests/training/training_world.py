@@ -44,7 +44,8 @@ loras = pytest.mark.parametrize("lora", [None, LORA])
 _SECTIONS = {
     "model": "lora dtype",
     "rollout": "sampling sde buckets group_size",
-    "algorithm": "name clip_range kl_coef kl_form teacher correction awm dpo nft forward settings unconditional_gradient",
+    "algorithm": "name clip_range kl_coef kl_form teacher correction awm dpo nft forward settings"
+    " unconditional_gradient",
     "trainer": "backend workers ema steps_per_update",
     "weights": "payload",
 }

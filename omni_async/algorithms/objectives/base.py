@@ -18,10 +18,10 @@ class TransitionInputs:
 
     log_prob (R,) and mean (R, ...) are the current policy's and carry the gradient; everything else is data. The
     trainer passes log-probs, weight and nats_per_log_prob as float64, the others as float32. `old_*` belong to the
-    denominator of the ratio, `ref_mean` to the reference policy, `teacher_mean` to the teacher. advantage, std, scale, nats_per_log_prob are (R,).
-    `omni_async.diffusion.sde` defines the last three for `kind`: nats_per_log_prob (log_prob - old_log_prob) is the
-    log-ratio of the whole sample. weight (R,) is the off-policy correction; it multiplies only the policy-gradient part
-    of the loss."""
+    denominator of the ratio, `ref_mean` to the reference policy, `teacher_mean` to the teacher. advantage, std, scale,
+    nats_per_log_prob are (R,). `omni_async.diffusion.sde` defines the last three for `kind`: nats_per_log_prob
+    (log_prob - old_log_prob) is the log-ratio of the whole sample. weight (R,) is the off-policy correction; it
+    multiplies only the policy-gradient part of the loss."""
 
     log_prob: Tensor
     old_log_prob: Tensor

@@ -1,8 +1,8 @@
 """Implements the objectives on denoising steps, and their common parts.
 
 The common parts are log-ratios, PPO's clipped surrogate (arXiv 1707.06347, eq. 7), the KL to the reference and to a
-teacher, and their metrics. All numbers per row are float64: clip ranges are often 1e-5 or less, and float32 has only about a
-hundred values that close to 1.
+teacher, and their metrics. All numbers per row are float64: clip ranges are often 1e-5 or less, and float32 has only
+about a hundred values that close to 1.
 
 | objective  | paper            | its own part                                                       |
 |------------|------------------|--------------------------------------------------------------------|

@@ -73,7 +73,8 @@ def _facts(chosen: Chosen, policy: str, base: str) -> dict[str, Any]:
         "base model": base,
         "trained": f"{', '.join(chosen.components)}: {trained}",
         "algorithm": config.algorithm.name,
-        "reward": ", ".join(f"{scorer.weight:g} x {scorer.name}" for scorer in config.reward.scorers) or "preferences",
+        "reward": ", ".join(f"{scorer.weight:g} x {scorer.name}" for scorer in config.reward.scorers)
+        or ("preferences" if config.data.preferences is not None else "none"),
         "validation reward of this checkpoint": chosen.shown_reward or "not measured",
         "policy": {"old": "the old policy, which drew the samples", "ema": "moving average of the weights"}.get(policy),
         "updates": chosen.version,

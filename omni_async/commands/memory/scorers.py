@@ -42,7 +42,7 @@ def estimate_scorers(config: Config, context: int, device: int) -> Iterator[Amou
         context: bytes of a process's context.
         device: bytes of a device; model servers take a share of it."""
     reward = config.reward
-    if config.placement.reward.gpus > 0 and config.data.preferences is None:
+    if config.placement.reward.gpus > 0 and config.scored:
         weights = _weights([scorer for scorer in reward.scorers if scorer.pool is None])
         yield Amount(role=REWARD, workers=reward.workers, weights=weights, context=context)
     for pool in reward.pools:

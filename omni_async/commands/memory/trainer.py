@@ -61,6 +61,9 @@ class _MetaBackend(ModuleBackend):
         assert isinstance(policy, BuildsEmpty)
         return _Empty(policy, dtype)
 
+    def same_family(self, path: str) -> Policy:
+        return self.policy  # a teacher has the same architecture, and need not be on this machine
+
     def add_adapters(self, lora: Lora) -> None:
         self.components.requires_grad_(False)
         inject_adapters(self.components, lora)

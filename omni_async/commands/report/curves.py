@@ -21,6 +21,7 @@ def curves(shown: Sequence[Shown]) -> Section:
     blocks = [
         _validation(shown, "validation/reward", "Validation reward"),
         _preference(shown) if offline else _reward(shown),
+        _teacher(shown),
         *(_validation(shown, key, f"Validation: {key.partition('/')[2]}") for key in _parts(shown)),
     ]
     drawn = [block for block in blocks if any(one.y for one in block.series)]
@@ -35,6 +36,12 @@ def _reward(shown: Sequence[Shown]) -> Chart:
         "Mean reward of the samples that each update was trained on; prompts differ from update to update, so it jumps."
     )
     return Chart("reward", "Training reward", hint, axes(), Axis("reward"), curves_, note=thinning_note(curves_))
+
+
+def _teacher(shown: Sequence[Shown]) -> Chart:
+    curves_ = with_bands(shown, lambda one: one.points("kl_teacher"))
+    hint = "How far the policy is from the teacher at its own samples, per latent element, in the form of kl_form."
+    return Chart("teacher", "KL to the teacher", hint, axes(), Axis("KL"), curves_, note=thinning_note(curves_))
 
 
 def _preference(shown: Sequence[Shown]) -> Chart:

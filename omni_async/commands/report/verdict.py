@@ -58,6 +58,8 @@ def sentence(one: Shown) -> str:
         return "No update was made"
     if one.run.setting("data.preferences"):
         return f"Trained on preferences for {made}"
+    if one.run.setting("algorithm.teacher") and not one.run.setting("reward.scorers"):
+        return f"Distilled from a teacher for {made}"
     name, change = _decides(one)
     if change is None:
         return f"Too early to say: {made} so far" if one.run.status == "running" else f"Too short to say: {made}"

@@ -68,7 +68,7 @@ _GOAL = (
         "reward",
         Group.GOAL,
         "mean reward of the update's samples; with `data.preferences` always 0.5, a chosen image counts 1 and a"
-        " rejected one 0",
+        " rejected one 0; absent without scorers",
         better="up",
     ),
     Metric(
@@ -134,6 +134,12 @@ _LEARNING = (
         "kl_ref",
         Group.LEARNING,
         "KL (or squared velocity difference) to the reference policy; only with `algorithm.kl_coef` > 0",
+        source="objective",
+    ),
+    Metric(
+        "kl_teacher",
+        Group.LEARNING,
+        "KL to the teacher per latent element, in the form `algorithm.kl_form`; only with `algorithm.teacher`",
         source="objective",
     ),
     Metric("kl_ema", Group.LEARNING, "AWM: squared velocity difference to the average policy", source="objective"),

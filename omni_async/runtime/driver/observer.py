@@ -44,7 +44,7 @@ _RECENT_S = 30.0
 # Numbers of updates for the estimate of the time left and for the recent reward.
 _PACE, _RECENT = 20, 5
 _ADMISSION = ("admission/reserve_s", "admission/starved_s")
-_SHOWN = ("accuracy", "margin", "grad_norm", "clip_fraction")
+_SHOWN = ("accuracy", "margin", "kl_teacher", "grad_norm", "clip_fraction")
 
 
 class Observer:
@@ -222,7 +222,7 @@ class Observer:
         buffers = data["buffers"]
         several = bool(self._config.rollout.buckets)
         numbers = {
-            "reward": reward,
+            **({} if self._config.unscored else {"reward": reward}),
             **{f"reward/{name}": value for name, value in data["parts"].items()},
             **({f"reward/bucket{number}": mean for number, mean in data["buckets"].items()} if several else {}),
             "staleness/mean": sum(staleness) / len(staleness),
@@ -265,9 +265,8 @@ class Observer:
     ) -> None:
         buffers, slots = data["buffers"], data["buffers"]["slots"]
         held = {name: (buffers[name]["reserved"], buffers[name]["capacity"]) for name in ("trajectories", "replay")}
-        # In preference pairs the chosen sample always earns 1 and the other 0, so that is no reward to
-        # watch.
-        reward: UpdateView = {"reward": numbers["reward"]} if self._config.data.preferences is None else {}
+        # In preference pairs the chosen sample always earns 1 and the other 0, so that is no reward to watch.
+        reward: UpdateView = {"reward": numbers["reward"]} if self._config.scored else {}
         self._console.update(
             {
                 "update": version,
@@ -291,7 +290,7 @@ class Observer:
         if self._paces:
             (since, first), (until, last) = self._paces[0], self._paces[-1]
             eta = (self._config.trainer.updates - last) * (until - since) / (last - first)
-        rewards = self._rewards[-_RECENT:] if self._config.data.preferences is None else []
+        rewards = self._rewards[-_RECENT:] if self._config.scored else []
         newest = max(self._rounds, key=lambda one: one.version, default=None)
         return {
             "update": self.version,
@@ -378,7 +377,7 @@ class Observer:
             untimed_images=self._untimed_images,
             faults=len(self.faults),
         )
-        if self._config.data.preferences is not None:  # nothing was rewarded
+        if not self._config.scored:
             summary = msgspec.structs.replace(summary, first_reward=None, last_reward=None)
         return summary
 

@@ -200,7 +200,8 @@ class _Run:
             await unless(interrupted.wait(), cluster.connect())
             listen(interrupted)
             offline = self._config.data.preferences is not None
-            models = "the encoders of the pairs" if offline else "engines, scorers"
+            engines = "engines, scorers" if self._config.scored else "engines"
+            models = "the encoders of the pairs" if offline else engines
             loading = f"loading {models} and the trainer (up to a minute)"
             self._phase(control, loading if inputs.profile is None else "starting the emulated devices")
             await unless(interrupted.wait(), cluster.start())

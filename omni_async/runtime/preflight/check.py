@@ -46,7 +46,7 @@ from omni_async.runtime.preflight.devices import (
     joined_cluster,
     require_accelerators,
 )
-from omni_async.runtime.preflight.model_files import check_checkpoint, check_sequence
+from omni_async.runtime.preflight.model_files import check_checkpoint, check_sequence, check_teacher
 from omni_async.runtime.preflight.prompt_limits import PromptLimits
 from omni_async.runtime.preflight.resume import find_resume_point
 from omni_async.types import Prompt
@@ -100,6 +100,8 @@ def _preflight(config: Config, elsewhere: bool) -> RunInputs:
     buckets = {f"rollout.buckets.{i}.sampling": bucket.sampling for i, bucket in enumerate(config.rollout.buckets)}
     specs = {"rollout.sampling": config.rollout.sampling, **buckets}
     check_checkpoint(Path(config.model.path), family, specs)
+    if config.algorithm.teacher is not None:
+        check_teacher(Path(config.algorithm.teacher.path), Path(config.model.path), family, specs)
     check_sequence(config.trainer.sequence_parallel, Path(config.model.path), family, specs)
     limits = PromptLimits(Path(config.model.path), specs)
     limits.check_negative()

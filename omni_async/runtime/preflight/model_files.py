@@ -17,7 +17,7 @@ from typing import Any
 from omni_async.config import ConfigError
 from omni_async.config.load import INDEX, read_model_index, read_model_json
 from omni_async.plugins.families import PipelineFamily, SamplingSpec
-from omni_async.runtime.preflight.weight_files import check_vocabulary, check_weights
+from omni_async.runtime.preflight.weight_files import check_vocabulary, check_weights, tensor_shapes
 
 _DEGREE = "trainer.sequence_parallel"
 _LIBRARIES = ("diffusers", "transformers")
@@ -58,6 +58,33 @@ def check_checkpoint(folder: Path, family: PipelineFamily, specs: Mapping[str, S
         raise ConfigError(str(error)) from None
     if problems:
         raise ConfigError(".".join(problems[0]))
+
+
+def check_teacher(folder: Path, model: Path, family: PipelineFamily, specs: Mapping[str, SamplingSpec]) -> None:
+    """Check that `folder` contains a complete checkpoint, whose components have the tensors of the model's.
+
+    Args:
+        folder: `algorithm.teacher.path`.
+        model: `model.path`, as `check_checkpoint` has accepted it.
+        family, specs: as in `check_checkpoint`.
+
+    Raises:
+        ConfigError: they differ, or the checkpoint is incomplete; one line, naming the first difference."""
+    try:
+        check_checkpoint(folder, family, specs)
+        for component in family.components:
+            if not (model / component).is_dir():
+                continue  # a checkpoint may omit a component
+            own, others = tensor_shapes(model / component), tensor_shapes(folder / component)
+            for name in sorted(own.keys() | others.keys()):
+                if own.get(name) != others.get(name):
+                    shapes = [str(found.get(name, "no such tensor")) for found in (others, own)]
+                    raise ConfigError(
+                        f"model.path: {folder / component}: {name}: {shapes[0]}, but {shapes[1]} in model.path; a"
+                        " teacher has the architecture of the model that is trained"
+                    )
+    except ConfigError as error:
+        raise ConfigError(f"algorithm.teacher.path: {str(error).removeprefix('model.path: ')}") from None
 
 
 def check_sequence(degree: int, folder: Path, family: PipelineFamily, specs: Mapping[str, SamplingSpec]) -> None:

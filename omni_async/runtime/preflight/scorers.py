@@ -48,7 +48,7 @@ def try_scorers(inputs: RunInputs) -> Tried:
 
     Raises ConfigError, one line, if a scorer cannot be built or fails twice in the same way."""
     config = inputs.config
-    if inputs.profile is not None or config.data.preferences is not None:
+    if inputs.profile is not None or not config.scored:
         return Tried()  # no scorer is called
     probe = Probe.of(config, inputs.prompts)
     if probe is None:

@@ -52,6 +52,15 @@ def check_weights(part: Path, library: str) -> None:
     raise ConfigError(f"model.path: {part} {_instead(part, stems[0])}")
 
 
+def tensor_shapes(part: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of a denoiser in the folder `part`, which `check_weights` has accepted."""
+    (stem,) = _STEMS["diffusers"]
+    index, files = part / f"{stem}.safetensors.index.json", [f"{stem}.safetensors"]
+    if index.is_file():
+        files = sorted(set(read_model_json(index)["weight_map"].values()))
+    return {name: shape for file in files for name, shape in _tensors_of(part / file).items()}
+
+
 def check_vocabulary(part: Path, cls: str) -> None:
     """Check the vocabulary files of the tokenizer or processor `cls` in the folder `part`. Raises ConfigError."""
     if cls.startswith(_WITHOUT_VOCABULARY):
@@ -95,7 +104,7 @@ def _check_shards(index: Path) -> None:
     if missing := sorted(file for file in expected if not (part / file).is_file()):
         raise ConfigError(f"model.path: {part} lacks {len(missing)} of {len(expected)} files of weights: {missing[0]}")
     for file, tensors in sorted(expected.items()):
-        if absent := tensors - _tensors_of(part / file):
+        if absent := tensors - _tensors_of(part / file).keys():
             raise ConfigError(
                 f"model.path: {part / file} lacks the tensor {min(absent)!r}, which {index.name} lists there; copy both"
                 " again"
@@ -136,8 +145,8 @@ def _variant(name: str, ending: str) -> str:
 _POINTER = "is a Git LFS pointer and not the file; fetch it with `git lfs pull`"
 
 
-def _tensors_of(file: Path) -> set[str]:
-    """Return the names of a safetensors file's tensors. ConfigError if its length differs from its header's."""
+def _tensors_of(file: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a safetensors file's tensors. ConfigError if its length differs from its header's."""
     try:
         with open_file(file) as opened:
             size = file.stat().st_size
@@ -155,7 +164,7 @@ def _tensors_of(file: Path) -> set[str]:
     if size != header.end:
         raise ConfigError(f"model.path: {file} has {size} bytes, expected from its header {header.end}; copy it again")
     _require_opened(file)
-    return set(header.tensors)
+    return {name: tensor.shape for name, tensor in header.tensors.items()}
 
 
 def _require_opened(file: Path) -> None:
