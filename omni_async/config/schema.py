@@ -344,8 +344,9 @@ class Config(Section, kw_only=True, frozen=True):
 
     @property
     def unscored(self) -> bool:
-        """Return whether samples are generated and nobody scores them, because the recipe has no scorers."""
-        return self.emulation is None and self.data.preferences is None and not self.reward.scorers
+        """Return whether samples are generated and nobody scores them: with a teacher, a recipe needs no scorers."""
+        generated = self.emulation is None and self.data.preferences is None
+        return generated and self.algorithm.teacher is not None and not self.reward.scorers
 
     @property
     def engine_names(self) -> tuple[str, ...]:

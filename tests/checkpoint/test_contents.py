@@ -16,7 +16,7 @@ from omni_async.checkpoint.contents import another_part, contents_of, model_cont
 from omni_async.config import Config
 from omni_async.config.stages import Program
 from omni_async.data.prompts import load_prompts
-from tests.runtime.runtime_world import write_world
+from tests.runtime.runtime_world import write_checkpoint, write_world
 
 _LARGE = 3_000_000  # values of a tensor that is not read as a whole
 
@@ -141,3 +141,16 @@ def test_files_of_scorers_and_of_a_program_are_stated_by_content(tmp_path):
         file.write_bytes(b"two")
         assert {key for key, value in of(config).items() if value != stated[key]} == keys
         file.write_bytes(b"one")
+
+
+def test_a_teacher_counts_by_content(tmp_path):
+    config = write_world(tmp_path, algorithm={"name": "distill", "teacher": {"path": "teacher"}})
+    prompts = load_prompts(str(tmp_path / "prompts.txt"), "data.prompts")
+
+    def of(change: str) -> str:
+        write_checkpoint(tmp_path / "teacher")
+        (tmp_path / "teacher" / "transformer" / "config.json").write_text(change)
+        return contents_of(config, prompts, ())["algorithm.teacher.path"]
+
+    first, copied, other = of('{"layers": 1}'), of('{"layers": 1, "_name_or_path": "x"}'), of('{"layers": 2}')
+    assert first == copied != other

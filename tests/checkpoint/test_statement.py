@@ -92,6 +92,8 @@ def test_files_are_compared_by_content(tmp_path):
     prompts = refused("data.prompts")
     assert str(prompts) == "data.prompts: the content that the checkpoint states -> other content"
     assert prompts.why_not is None
+    teacher = refused("algorithm.teacher.path")
+    assert str(teacher) == "algorithm.teacher.path: the content that the checkpoint states -> other content"
     model = refused("model.path/transformer")
     assert str(model).startswith("model.path/transformer: its content is not what the checkpoint states (")
     assert str(model).endswith("was trained from another model; name that one as model.path)")

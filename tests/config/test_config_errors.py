@@ -336,7 +336,7 @@ def test_every_section_is_strict() -> None:
     required = {path for path, (_, default) in FIELDS.items() if default is msgspec.NODEFAULT}
     named = {"model.path", "reward.scorers[].name", "validation.prompts", "emulation.profile", "roles[].name"}
     named |= {"reward.pools[].name", "reward.servers[].name", "reward.servers[].model"}
-    named |= {"rollout.program.name"}
+    named |= {"rollout.program.name", "algorithm.teacher.path"}
     assert required == {"model", "data", *named}
 
 

@@ -60,13 +60,14 @@ SETTINGS: dict[str, tuple[str, Any]] = {
 def make_config(
     *,
     buckets: Sequence[float] = (),
+    unscored: bool = False,
     validation: dict[str, Any] | None = None,
     steps: int | None = None,
     **settings: Any,
 ) -> Config:
     """Makes a configuration with these `SETTINGS`. `steps`: samples are made without noise in as many steps, and their
     final latents are trained on. Without `score_at_once` there may be less room for samples. `buckets` are weights:
-    samples of bucket i have `SAMPLE_BYTES` / (i + 1) bytes."""
+    samples of bucket i have `SAMPLE_BYTES` / (i + 1) bytes. `unscored`: a teacher takes the place of scorers."""
     assert settings.keys() <= SETTINGS.keys(), settings
     noise = {"window": {"size": 2, "range": [0, 5]}} if steps is None else None
     weights = [{"sampling": {"size": size}, "weight": weight} for size, weight in enumerate(buckets)]
@@ -74,6 +75,7 @@ def make_config(
         "model": {"pipeline": "qwen_image"},
         "rollout": {"sde": noise, "buckets": weights, **({"num_inference_steps": steps} if steps else {})},
         "algorithm": {"name": "diffusion_nft" if steps else "flow_grpo"},
+        **({"algorithm": {"name": "distill", "teacher": {"path": "t"}}} if unscored else {}),
         "validation": None if validation is None else {"prompts": "validation.txt", **validation},
     }
     config = build(sections, {path: settings.get(name, usual) for name, (path, usual) in SETTINGS.items()})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from omni_async.types import ScoreJob
-from tests.control.control_world import Bench, Run, distinct, make_config
+from tests.control.control_world import Bench, Run, distinct, make_config, now, now_or
 
 
 def made(count: int = 100, **config: Any) -> Bench:
@@ -123,3 +123,15 @@ async def test_a_final_failure_is_not_tried_again_and_ends_its_group_but_not_its
     assert [(round_["round"]["reward"], round_["round"]["reasons"]) for round_ in bench.data("validation")] == [
         (2.0, {"misspelt": 1})
     ]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_without_scorers_groups_are_ready_when_they_are_generated(at_once: bool) -> None:
+    bench = Bench(S=0, P=2, unscored=True, drop_zero_variance=False, score_at_once=at_once)
+    first, *rest = bench.lease(4)
+    bench.make([first])
+    assert now_or(None, bench.c.next_groups(0, 2)) is None
+    bench.make(rest)
+    ready = now(bench.c.next_groups(0, 2))
+    assert [group.rewards for group in ready] == [[0.0, 0.0], [0.0, 0.0]]
+    assert bench.jobs() == [] and bench.entries == []

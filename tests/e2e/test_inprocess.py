@@ -12,6 +12,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from omni_async_pipelines.qwen_image.sampling import QwenImageSampling
+from omni_async_pipelines.qwen_image.tiny import build
 from PIL import Image
 
 from omni_async import cli
@@ -234,6 +235,21 @@ def test_a_kl_term_needs_the_reference_policy(recipe: Path, lora: tuple[str, ...
     finished = _done(run(recipe, "algorithm.kl_coef=0.1", *lora, *_ADAMW))
     drift = [line["kl_ref"] for line in finished.metrics]
     assert drift[0] < 1e-9 < drift[-1], "the first update starts at the reference, later ones have moved away"
+
+
+@pytest.mark.parametrize("lora", [(), (_LORA,)], ids=["full", "lora"])
+def test_a_policy_comes_closer_to_its_teacher_without_scorers(
+    recipe: Path, tmp_path: Path, lora: tuple[str, ...]
+) -> None:
+    teacher = build(tmp_path / "teacher", layers=1, seed=1)
+    distill = ("algorithm.name=distill", f"algorithm.teacher={{path: {teacher}}}", "algorithm.clip_range_nats=null")
+    alone = ("reward.scorers=[]", "rollout.group_size=1", "trainer.updates=6", "staleness.max_updates=1")
+    finished = _done(run(recipe, *distill, *alone, *lora, *_ADAMW), 6)
+    distances = [line["kl_teacher"] for line in finished.metrics]
+    assert distances[-1] < 0.9 * distances[0]
+    assert all("reward" not in line for line in finished.metrics) and finished.summary.last_reward is None
+    assert finished.actors == {"rollout-0", "trainer"}, "no reward worker"
+    assert finished.summary.counters.rejected == 0
 
 
 def test_lora_gives_the_same_policy_whatever_travels(recipe: Path) -> None:

@@ -15,6 +15,8 @@ TWO_STEPS = {"trainer.steps_per_update": 2}
 OFF = {"trainer.streaming": "off"}
 MIX = {"algorithm.mix": {"log_ratio_coef": 0.1}}
 FORWARD = FINAL_LATENTS | {"algorithm.name": "diffusion_nft"}
+TEACHER = {"algorithm.teacher": {"path": "t"}}
+DISTILL = TEACHER | {"algorithm.name": "distill"}
 PAIRS = FINAL_LATENTS | {"algorithm.name": "diffusion_dpo"}
 
 
@@ -36,6 +38,10 @@ def advantage(**settings: Any) -> dict[str, Any]:
         (advantage(std="none"), "as_ready", "advantage.std: none needs the group alone"),
         (GROUP_STD | OFF, "collect", "trainer.streaming is off"),
         (KL, "collect", "a loss that does not scale with the advantage"),
+        (TEACHER, "collect", "a loss that does not scale with the advantage"),
+        (DISTILL, "as_ready", "the loss reads no rewards"),
+        (DISTILL | {"staleness.max_updates": 8}, "as_ready", "the loss reads no rewards"),
+        (DISTILL | TWO_STEPS, "collect", "applied whole"),
         (MIX | {"algorithm.name": "mix_grpo"}, "collect", "does not scale with the advantage"),
         (GROUP_STD | TWO_STEPS, "collect", "applied whole"),
         (TEMPERED | GROUP_STD, "collect", "off-policy correction looks at the whole update"),
@@ -58,7 +64,7 @@ def test_how_far_an_update_streams(changes, mode, reason):
     chosen = plan_updates(make_config(**changes))
     assert chosen.mode == mode
     assert reason in chosen.why
-    if FINAL_LATENTS.keys() <= changes.keys():
+    if FINAL_LATENTS.keys() <= changes.keys() or DISTILL.items() <= changes.items():
         assert (chosen.proximal, chosen.weigh) == (False, False)
     pairs = changes.get("algorithm.name") == "diffusion_dpo"
     assert (chosen.paired, chosen.samples_per_group) == (pairs, 2 if pairs else 4)
@@ -74,6 +80,7 @@ def test_how_far_an_update_streams(changes, mode, reason):
         (correction(weights="importance", normalise=True), False),
         (correction(weights="importance", normalise=True) | KL, True),
         (correction(weights="importance", normalise=True) | MIX, True),
+        (correction(weights="importance", normalise=True) | TEACHER, True),
         (correction(weights="importance") | KL, False),
         (correction(kappa_nats=0.5), False),
         (correction(kappa_nats=0.5) | KL, True),

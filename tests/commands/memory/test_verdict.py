@@ -112,6 +112,20 @@ def test_under_lora_frozen_weights_are_in_the_models_dtype():
     assert whole.activations == (2 * 100 + 10) * 2 + 10 * 6  # FSDP2's copies of two layers and of the rest
 
 
+@pytest.mark.parametrize("name", ["flow_grpo", "distill"])
+def test_a_teacher_takes_two_copies_of_all_weights_and_nothing_in_checkpoints(name):
+    ranks = {"trainer.workers": 4, "model.dtype": "bfloat16"}
+    taught = ranks | {"algorithm.name": name, "algorithm.teacher": {"path": "t"}}
+    lora = {"model.lora": {"rank": 2, "alpha": 4.0}}
+    frozen = {**TRAINED, "trained": 80, "frozen": 720, "largest_trained": 10, "rest_trained": 0}
+    for changes, numbers, teacher in (({}, TRAINED, 800 * 4), (lora, frozen, 720 * 2)):
+        rank = measured(MeasuredTrainer, **numbers, peak=0)
+        alone, both = (estimate_trainer(recipe(**one, **changes), rank, context=0) for one in (ranks, taught))
+        assert both.states - alone.states == 2 * teacher // 4
+        assert (both.weights, both.activations, both.host) == (alone.weights, alone.activations, alone.host)
+        assert checkpoint_bytes(recipe(**taught, **changes), rank) == checkpoint_bytes(recipe(**ranks, **changes), rank)
+
+
 def test_an_optimizer_that_is_not_fused_has_temporaries():
     numbers = {**TRAINED, "trained": 8000}
     for fused, temporaries in ((None, 0), (True, 0), (False, 32_000)):

@@ -322,3 +322,27 @@ def test_degrees_of_a_recipe(tmp_path: Path, line: Callable[..., str]) -> None:
     said = "trainer.compile: layers whose attention exchanges tokens are not compiled"
     assert said in line(recipe, "trainer.compile=true")
     assert main(["check", str(recipe), "--no-probe"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (remove(""), "no checkpoint"),
+        (remove("vae"), "has no vae/, but its model_index.json lists AutoencoderKL there"),
+        (
+            write("transformer/diffusion_pytorch_model.safetensors", safetensors(99)),
+            "teacher/transformer: w: (99,), but (100,) in model.path; a teacher has the architecture of the model",
+        ),
+        (
+            write("transformer/diffusion_pytorch_model.safetensors", safetensors(100).replace(b'"w"', b'"v"')),
+            "teacher/transformer: v: (100,), but no such tensor in model.path",
+        ),
+    ],
+)
+def test_a_teacher_has_the_files_and_the_shapes_of_the_model(recipe, line, change, said):
+    shutil.copytree(recipe.parent / "model", recipe.parent / "teacher")
+    taught = f"algorithm.teacher={{path: {recipe.parent / 'teacher'}}}"
+    assert main(["check", str(recipe), "--no-probe", taught]) == 0
+    change(recipe.parent / "teacher")
+    found = line(recipe, taught)
+    assert "algorithm.teacher.path: " in found and said in found and "model.path: " not in found
