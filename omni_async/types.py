@@ -159,7 +159,8 @@ class SampleRequest(msgspec.Struct, frozen=True, gc=False):
     integer. `spec` is the family's `SamplingSpec`. `window` is None for a noise-free (ODE) sample. `fields` are the
     trajectory tensors that the objective requires. `initial_seed`, if given, seeds the initial noise instead of `seed`,
     so that samples of a group can share it. `calls`: number of calls in which a rollout program generates the sample,
-    each of `num_inference_steps`; engines only get requests of one call."""
+    each of `num_inference_steps`; engines only get requests of one call. `encoded_for`, if given, is the spec that the
+    prompt is encoded for instead of `spec`."""
 
     sample_id: str
     kind: SampleKind
@@ -176,6 +177,7 @@ class SampleRequest(msgspec.Struct, frozen=True, gc=False):
     attempt: int = 1
     initial_seed: int | None = None
     calls: int = 1
+    encoded_for: Any = None
 
 
 class SampleResult(msgspec.Struct, frozen=True, gc=False):

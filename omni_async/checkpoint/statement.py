@@ -45,7 +45,7 @@ FREE = (
 # Keys that determine a sample and its score.
 AGAIN = (
     *("run.seed", "reward.scorers", "reward.servers", "reward.combine", "reward.gated", "reward.max_abs"),
-    *("emulation.profile", "emulation.payload_scale"),
+    *("emulation.profile", "emulation.payload_scale", "algorithm.teacher"),
     *(f"rollout.{key}" for key in ("group_size", "sampling", "buckets", "num_inference_steps")),
     *(f"rollout.{key}" for key in ("share_initial_noise", "sde", "calls", "program")),
 )
@@ -79,7 +79,7 @@ TRACKED = (
 # Keys below these belong to other packages or the user.
 _FREE_FORM = (
     *(f"reward.scorers.*.{key}" for key in ("params", "when", "components")),
-    *("rollout.program.settings", "algorithm.settings", "roles.*.settings"),
+    *("rollout.program.settings", "algorithm.settings", "algorithm.teacher.sampling", "roles.*.settings"),
 )
 _UNORDERED = ("model.lora.target_modules",)
 _TRACKING = "algorithm.advantage.track_prompts"

@@ -190,6 +190,12 @@ class Teacher(Section, kw_only=True, frozen=True):
     folder; or `owner/name` of a model hub if this machine's cache has it."""
     coef: Positive = 1.0
     """Weight of the KL to the teacher, which has the form `kl_form`."""
+    sampling: dict[str, Any] = msgspec.field(default_factory=dict)
+    """The keys of `rollout.sampling` that differ for the teacher, such as its guidance, but not the size."""
+
+    def spec_of(self, spec: Any) -> Any:
+        """Return the `SamplingSpec` under which the teacher computes samples of the policy's `spec`."""
+        return msgspec.convert(msgspec.to_builtins(spec) | self.sampling, type(spec))
 
 
 class Algorithm(Section, kw_only=True, frozen=True):

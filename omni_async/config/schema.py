@@ -348,6 +348,13 @@ class Config(Section, kw_only=True, frozen=True):
         generated = self.emulation is None and self.data.preferences is None
         return generated and self.algorithm.teacher is not None and not self.reward.scorers
 
+    def encoded_for(self, spec: Any) -> Any:
+        """Return the `SamplingSpec` that prompts of the policy's `spec` are encoded for.
+
+        It is the teacher's if the teacher alone is guided: trajectories then contain the negative prompt too."""
+        teacher = None if self.algorithm.teacher is None else self.algorithm.teacher.spec_of(spec)
+        return teacher if getattr(teacher, "guided", False) and not spec.guided else spec
+
     @property
     def engine_names(self) -> tuple[str, ...]:
         """Return the names of the actors that produce samples: engines, or the reader of a preference dataset."""

@@ -76,7 +76,8 @@ class RequestFactory:
         rollout, seed = self._config.rollout, self._config.run.seed
         shared = initial_noise_seed(seed, prompt.index, group) if rollout.share_initial_noise else None
         first = self._request("train", group, prompt, rollout.num_inference_steps)
-        first = replace(first, spec=rollout.specs[bucket], window=window, fields=self.fields, initial_seed=shared)
+        first = self._in_shape(first, rollout.specs[bucket])
+        first = replace(first, window=window, fields=self.fields, initial_seed=shared)
         seeds = sample_seeds(seed, prompt.index, group, rollout.group_size)
         return _copies(first, f"g{group}", seeds)
 
@@ -100,7 +101,7 @@ class RequestFactory:
         rollout = self._config.rollout
         noise_level = rollout.sde.noise_level if rollout.sde and kind == "train" else 0.0
         sde_kind = rollout.sde.kind if rollout.sde else "flow"
-        return SampleRequest(
+        request = SampleRequest(
             "",
             kind,
             group,
@@ -114,6 +115,14 @@ class RequestFactory:
             window=None,
             calls=rollout.calls,
         )
+        return self._in_shape(request, rollout.sampling)
+
+    def _in_shape(self, request: SampleRequest, spec: Any) -> SampleRequest:
+        """Return the request for samples of the spec. Validation samples have the encoding of training samples, too.
+
+        Samples of one spec may share a batch, whose conditioning has the same keys."""
+        encoded_for = self._config.encoded_for(spec)
+        return replace(request, spec=spec, encoded_for=None if encoded_for is spec else encoded_for)
 
 
 def _copies(first: SampleRequest, name: str, seeds: list[int]) -> list[SampleRequest]:

@@ -236,15 +236,15 @@ class ConditioningCache:
         """Return the request's conditioning, batch size [], and whether it was encoded now.
 
         Includes the unconditional branch if the request is guided. Shared between callers: not to be written to."""
-        prompt, codec = request.prompt, self.codec
-        of_spec = codec.conditioning_key(request.spec) if isinstance(codec, ReadsLess) else request.spec
+        prompt, codec, spec = request.prompt, self.codec, request.encoded_for or request.spec
+        of_spec = codec.conditioning_key(spec) if isinstance(codec, ReadsLess) else spec
         key = (prompt.text, tuple(image.digest for image in prompt.images), of_spec)
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key], False
         if self._encoders is not None:
             self._encoders.bring()
-        made = self._kept[key] = codec.encode(prompt, request.spec)
+        made = self._kept[key] = codec.encode(prompt, spec)
         self._bytes += made.bytes()
         while self._bytes > self.most_bytes and len(self._kept) > 1:
             _, oldest = self._kept.popitem(last=False)
@@ -289,5 +289,5 @@ class ZeroVelocity:
         sample = InFlight(request, self._sigmas(request.num_inference_steps, request.spec), shape)
         for version in versions:
             take_steps([sample], torch.zeros(1, *shape), version)
-        tensors = sample.tensors(self._blank_conditioning(request.spec))
+        tensors = sample.tensors(self._blank_conditioning(request.encoded_for or request.spec))
         return Trajectory(TensorDict(tensors, batch_size=[]), flat_media(request.seed, request.spec), versions)

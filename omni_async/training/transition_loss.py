@@ -178,8 +178,10 @@ class TransitionLoss(LossOfObjective):
     def losses(self, group: GroupBatch, rows: TransitionRows, counts: bool) -> Tensor:
         others = {}
         for policy in self._frozen:
+            teacher = self._algorithm.teacher if policy == "teacher" else None
+            spec = group.spec if teacher is None else teacher.spec_of(group.spec)
             velocity = self._model.auxiliary_velocity(
-                policy, rows.latents, rows.sigma, rows.conditioning, group.spec, rows.needs
+                policy, rows.latents, rows.sigma, rows.conditioning, spec, rows.needs
             )
             others[_INPUT_OF[policy]] = self._transition(rows, velocity).mean
         step, value, velocity = self._current(rows, group.spec)

@@ -145,7 +145,7 @@ def test_files_of_scorers_and_of_a_program_are_stated_by_content(tmp_path):
 
 def test_a_teacher_counts_by_content(tmp_path):
     config = write_world(tmp_path, algorithm={"name": "distill", "teacher": {"path": "teacher"}})
-    prompts = load_prompts(str(tmp_path / "prompts.txt"), "data.prompts")
+    prompts = load_prompts(str(tmp_path / "prompts.txt"), "data.prompts", 100)
 
     def of(change: str) -> str:
         write_checkpoint(tmp_path / "teacher")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from omni_async.types import ScoreJob
-from tests.control.control_world import Bench, Run, distinct, make_config, now, now_or
+from tests.control.control_world import Bench, Run, distinct, make_config
 
 
 def made(count: int = 100, **config: Any) -> Bench:
@@ -125,13 +125,15 @@ async def test_a_final_failure_is_not_tried_again_and_ends_its_group_but_not_its
     ]
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("at_once", [True, False])
-def test_without_scorers_groups_are_ready_when_they_are_generated(at_once: bool) -> None:
+async def test_without_scorers_groups_are_ready_when_they_are_generated(at_once: bool) -> None:
     bench = Bench(S=0, P=2, unscored=True, drop_zero_variance=False, score_at_once=at_once)
     first, *rest = bench.lease(4)
     bench.make([first])
-    assert now_or(None, bench.c.next_groups(0, 2)) is None
+    asking = asyncio.create_task(bench.c.next_groups(0, 2))
+    await asyncio.sleep(1)
+    assert not asking.done()
     bench.make(rest)
-    ready = now(bench.c.next_groups(0, 2))
-    assert [group.rewards for group in ready] == [[0.0, 0.0], [0.0, 0.0]]
-    assert bench.jobs() == [] and bench.entries == []
+    assert [group.rewards for group in await asking] == [[0.0, 0.0], [0.0, 0.0]]
+    assert bench.entries == []

@@ -237,12 +237,14 @@ def test_a_kl_term_needs_the_reference_policy(recipe: Path, lora: tuple[str, ...
     assert drift[0] < 1e-9 < drift[-1], "the first update starts at the reference, later ones have moved away"
 
 
-@pytest.mark.parametrize("lora", [(), (_LORA,)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("lora", "guided"), [((), "{}"), ((_LORA,), "{true_cfg_scale: 2.0}")], ids=["full", "lora, guided teacher"]
+)
 def test_a_policy_comes_closer_to_its_teacher_without_scorers(
-    recipe: Path, tmp_path: Path, lora: tuple[str, ...]
+    recipe: Path, tmp_path: Path, lora: tuple[str, ...], guided: str
 ) -> None:
-    teacher = build(tmp_path / "teacher", layers=1, seed=1)
-    distill = ("algorithm.name=distill", f"algorithm.teacher={{path: {teacher}}}", "algorithm.clip_range_nats=null")
+    teacher = f"algorithm.teacher={{path: {build(tmp_path / 'teacher', layers=1, seed=1)}, sampling: {guided}}}"
+    distill = ("algorithm.name=distill", teacher, "algorithm.clip_range_nats=null")
     alone = ("reward.scorers=[]", "rollout.group_size=1", "trainer.updates=6", "staleness.max_updates=1")
     finished = _done(run(recipe, *distill, *alone, *lora, *_ADAMW), 6)
     distances = [line["kl_teacher"] for line in finished.metrics]

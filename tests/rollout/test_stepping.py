@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from PIL import Image
 from tensordict import TensorDict
 from torch.testing import assert_close
@@ -56,6 +57,8 @@ def test_prompts_are_encoded_once(tmp_path):
     for request in (unguided, guided, unguided, guided):
         cache.of(request)
     assert codec.asked == [(unguided.prompt.text, None), (guided.prompt.text, "blur")]
+    cache.of(replace(unguided, encoded_for=guided.spec))  # for a guided teacher
+    assert len(codec.asked) == 2
 
 
 def test_the_cache_is_bounded_by_bytes():

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from omni_async.training.engine import TrainEngine
 from omni_async.weights.shards import whole
@@ -16,8 +17,11 @@ DISTILL: dict[str, Any] = {"name": "distill", "clip_range": None, "correction": 
 
 def kls(engine: TrainEngine, groups: list[Any], steps: list[world.Step], form: str = "published") -> list[torch.Tensor]:
     """Returns the KL of every step to the same step of the teacher, written out in float64."""
-    teacher = load_model(TinyPolicy("1")).double()
-    taught = [step for group in groups for step in world.steps_of(teacher, engine.config, group)]
+    teacher, config = load_model(TinyPolicy("1")).double(), engine.config
+    scale = config.algorithm.teacher.sampling.get("true_cfg_scale", config.rollout.sampling.true_cfg_scale)
+    sampling = replace(config.rollout.sampling, true_cfg_scale=scale)
+    config = replace(config, rollout=replace(config.rollout, sampling=sampling))
+    taught = [step for group in groups for step in world.steps_of(teacher, config, group)]
     assert [(one.sample, one.position) for one in steps] == [(one.sample, one.position) for one in taught]
     widths = {"published": lambda step: 2 * step.std**2, "exact": lambda step: 2 * step.scale**2, "mean": lambda _: 1.0}
     return [
@@ -31,11 +35,11 @@ def kls(engine: TrainEngine, groups: list[Any], steps: list[world.Step], form: s
     [
         ("published", {"size": 3}),
         ("exact", {"size": 16, "cfg": 3.0, "trainer.groups_per_micro_batch": 2}),
-        ("mean", {"size": 1}),
+        ("mean", {"size": 1, "teacher": TEACHER | {"sampling": {"true_cfg_scale": 3.0}}}),
     ],
 )
 def test_distill_has_the_gradient_of_the_kl_to_the_teacher_however_rows_are_dealt(form, changes):
-    engine, groups = world.moved(**DISTILL, kl_form=form, **changes)
+    engine, groups = world.moved(**DISTILL | changes, kl_form=form)
     values: list[float] = []
 
     def losses(steps: list[world.Step]) -> list[torch.Tensor]:

@@ -153,7 +153,7 @@ def _group(config: Config, policy: Policy, tokens: int) -> GroupBatch:
         "log_probs": torch.zeros(size, dtype=torch.float64),
         "means": torch.zeros(1).expand(size, *shape),
         "final": torch.zeros(1).expand(shape),
-        "conditioning": policy.long_conditioning(spec, tokens),
+        "conditioning": policy.long_conditioning(config.encoded_for(spec), tokens),
     }
     call = TensorDict(
         {name: tensors[name] for name in fields} | {"sigmas": sigmas, "steps": torch.arange(first, first + size)},

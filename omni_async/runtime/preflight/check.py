@@ -100,10 +100,12 @@ def _preflight(config: Config, elsewhere: bool) -> RunInputs:
     buckets = {f"rollout.buckets.{i}.sampling": bucket.sampling for i, bucket in enumerate(config.rollout.buckets)}
     specs = {"rollout.sampling": config.rollout.sampling, **buckets}
     check_checkpoint(Path(config.model.path), family, specs)
-    if config.algorithm.teacher is not None:
-        check_teacher(Path(config.algorithm.teacher.path), Path(config.model.path), family, specs)
+    taught: dict[str, SamplingSpec] = {}
+    if (teacher := config.algorithm.teacher) is not None:
+        taught = {"algorithm.teacher.sampling": teacher.spec_of(config.rollout.sampling)}
+        check_teacher(Path(teacher.path), Path(config.model.path), family, taught)
     check_sequence(config.trainer.sequence_parallel, Path(config.model.path), family, specs)
-    limits = PromptLimits(Path(config.model.path), specs)
+    limits = PromptLimits(Path(config.model.path), specs | taught)
     limits.check_negative()
     prompts = _prompts(config, checks, limits)
     validation = []

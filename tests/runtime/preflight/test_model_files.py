@@ -339,10 +339,11 @@ def test_degrees_of_a_recipe(tmp_path: Path, line: Callable[..., str]) -> None:
         ),
     ],
 )
-def test_a_teacher_has_the_files_and_the_shapes_of_the_model(recipe, line, change, said):
+def test_a_teacher_has_the_files_and_the_shapes_of_the_model(recipe, line, capfd, change, said):
     shutil.copytree(recipe.parent / "model", recipe.parent / "teacher")
     taught = f"algorithm.teacher={{path: {recipe.parent / 'teacher'}}}"
     assert main(["check", str(recipe), "--no-probe", taught]) == 0
+    capfd.readouterr()
     change(recipe.parent / "teacher")
     found = line(recipe, taught)
     assert "algorithm.teacher.path: " in found and said in found and "model.path: " not in found
