@@ -107,6 +107,8 @@ def test_wrong_paths(path: str, value: str) -> None:
         ("model.lora={rnak: 4}", "~.rnak: unknown key; did you mean 'rank'? allowed: alpha, rank, target_modules"),
         ("checkpoint..every=3", "checkpoint.: unknown key; allowed: every, keep, keep_best, resume"),
         ("rollout.buckets=[{sampling: {heigth: 64}}]", "~.0.sampling.heigth: unknown key; did you mean 'height'?"),
+        ("algorithm.teacher={path: t, sampling: {scale: 4}}", "~.sampling.scale: unknown key; allowed: height"),
+        ("algorithm.teacher={path: t, sampling: {height: 64}}", "~.sampling: a teacher computes the policy's samples"),
         ("rollout.buckets=[{height: 64}]", "~.0.height: unknown key; did you mean 'weight'? allowed: sampling, weight"),
         ("rollout.height=64", "~: is called rollout.sampling.height now"),
         ("validation.every=3", "validation.prompts: required, expected str"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from omni_async.config import Config
+from omni_async.config import Config, with_spec
 from omni_async.config.stages import Sde, WindowConfig
 from omni_async.control.requests import RequestFactory, require_trained_steps, trained_steps
 from omni_async.control.seeds import (
@@ -25,6 +25,7 @@ from omni_async.control.seeds import (
 )
 from omni_async.types import Prompt, SampleResult, SdeWindow, VersionSpans
 from tests.control.control_world import make_config, make_prompts, play
+from tests.support.configs import build
 
 
 def test_the_seeds_of_a_run_are_all_different_and_those_of_its_samples() -> None:
@@ -98,6 +99,19 @@ def test_a_sample_of_several_calls_owes_a_version_for_every_calls_trained_steps(
     require_trained_steps(first, result(0, 0, 1, 1, 1, 2))
     with pytest.raises(ValueError, match="2 step versions for 6 trained steps"):
         require_trained_steps(first, result(0, 0))
+
+
+def test_a_guided_teacher_needs_negative_prompts_of_samples_without_guidance() -> None:
+    teacher = {"algorithm.teacher": {"path": "t", "sampling": {"true_cfg_scale": 4.0}}}
+    tree = {"model": {"pipeline": "qwen_image", "path": "m"}, "validation": {"prompts": "v.txt"}}
+    prompt, guided = make_prompts(1)[0], {"rollout.sampling": {"true_cfg_scale": 2.0}}
+    for changes, encoded in ((teacher, 4.0), (teacher | guided, None), (guided, None), ({}, None)):
+        config = with_spec(build(tree, changes))
+        factory = RequestFactory(config)
+        for request in (factory.training(0, prompt, factory.window(0))[0], factory.validation(0, (prompt,))[0]):
+            assert request.spec == config.rollout.sampling
+            found = request.encoded_for
+            assert found == (None if encoded is None else replace(request.spec, true_cfg_scale=encoded))
 
 
 def config_with(sde: Sde | None, P: int = 1, seed: int = 0) -> Config:
