@@ -202,7 +202,7 @@ def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
         folder = Path()  # runs are relative to the working directory
         if not given.startswith("~"):
             return
-    section[key] = _resolved(path, given, folder, hub=path == "model.path")
+    section[key] = _resolved(path, given, folder, hub=path in ("model.path", "algorithm.teacher.path"))
 
 
 def path_params(scorer: str) -> tuple[str, ...]:

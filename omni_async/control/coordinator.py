@@ -164,7 +164,7 @@ class Coordinator:
             problem = self._samples.generated(sample, result)
             if problem is not None:
                 self._close("failed", problem)
-        if self._config.unscored:
+        if self._config.unscored:  # there are no reward workers
             jobs = self._samples.jobs(engine, self._samples.statistics()["ready"])
             await self.scored(engine, [ScoreResult(job.sample_id, job.attempt, score=_NO_SCORE) for job in jobs])
         if frees:

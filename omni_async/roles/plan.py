@@ -28,13 +28,14 @@ class Plan:
     """The way updates are carried out: `mode`, and `why` in words.
 
     `proximal`: groups get a proximal pass when they arrive. `weigh`: importance weights are computed from all groups
-    together. `paired`: only a group's best and worst sample are trained. `rows_per_sample`: trained rows of one sample
-    (half of a pair's)."""
+    together. `ratio`: rows have an importance ratio. `paired`: only a group's best and worst sample are trained.
+    `rows_per_sample`: trained rows of one sample (half of a pair's)."""
 
     mode: Streaming
     why: str
     proximal: bool
     weigh: bool
+    ratio: bool
     paired: bool
     rows_per_sample: int
     samples_per_group: int
@@ -81,6 +82,7 @@ def plan_updates(config: Config) -> Plan:
         why=why,
         weigh=weigh,
         proximal=weigh or (kind.ratio and recomputes),
+        ratio=kind.ratio,
         paired=kind.paired,
         rows_per_sample=kind.rows_per_sample(config),
         samples_per_group=2 if kind.paired else config.rollout.group_size,

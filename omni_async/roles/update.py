@@ -61,7 +61,7 @@ class PolicyGradient:
         found = Mismatch.of(metrics)
         if found is None or self._rounds is not None or self.config.algorithm.correction.mode != "auto":
             return None
-        if metrics["fresh_fraction"] < _FRESH_ENOUGH:
+        if metrics["fresh_fraction"] < _FRESH_ENOUGH or not self.plan.ratio:
             return None
         self._decide(found.clipped > CLIPPED_AT_MOST)
         before, after = (self._correction(rounds) for rounds in (False, self._rounds is True))

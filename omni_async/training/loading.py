@@ -111,7 +111,7 @@ def read_weights(loading: Loading, weights: Mapping[str, Tensor], model: str) ->
     found = dict(loading.components.named_parameters())
     if differing := found.keys() ^ weights.keys():
         name = min(differing)
-        raise ValueError(f"{name} is in {'it' if name in found else model} alone; expected the architecture of {model}")
+        raise ValueError(f"it {'has' if name in found else 'lacks'} {name}; expected the architecture of {model}")
     for name, tensor in weights.items():
         if (shape := tuple(found[name].shape)) != tuple(tensor.shape):
             raise ValueError(f"{name} has the shape {shape}, and {tuple(tensor.shape)} in {model}")

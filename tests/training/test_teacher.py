@@ -122,7 +122,7 @@ class Wider(TinyPolicy):
     ("path", "message"),
     [
         ("1", r"transformer\.img_in\.weight has the shape \(17, 4\), and \(16, 4\) in 0"),
-        ("2", r"transformer\.proj_out\.bias is in 0 alone; expected the architecture of 0"),
+        ("2", r"it lacks transformer\.proj_out\.bias; expected the architecture of 0"),
     ],
 )
 def test_a_teacher_of_another_architecture_is_refused_with_the_first_difference(backend, path, message):

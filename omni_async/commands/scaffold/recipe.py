@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import Objective
 from omni_async.config import ConfigError
 from omni_async.plugins.families import PipelineFamily
@@ -34,6 +35,7 @@ _OBJECTIVES: dict[str, Tree] = {
     "flow_dppo": {"algorithm.dppo.kappa_max_nats": 1.0},
     "diffusion_nft": {"algorithm.kl_coef": 1e-4},
     "gspo": {"algorithm.clip_range_nats": 0.3},
+    "distill": {"algorithm.kl_form": "exact"},
 }
 REASONS = {
     "run.startup_timeout_s": "a large checkpoint takes minutes to load",
@@ -201,7 +203,7 @@ def _with_devices(answers: Answers, split: Split) -> Tree:
 def _objective(answers: Answers) -> Tree:
     objective = answers.objective
     own = {"algorithm.name": objective.name, **_OBJECTIVES.get(objective.name, {})}
-    if objective.kind != "transition":
+    if not find_kind(objective.kind).noisy:
         return {**own, "rollout.sde": None, "algorithm.forward.draws": 6 if objective.kind == "preference" else 3}
     noise: Tree = {
         "rollout.sde.kind": "cps",

@@ -220,7 +220,7 @@ class Observer:
         rate = self._images_per_s(data["finished"])
         busy = self._recently_busy()
         buffers = data["buffers"]
-        several = bool(self._config.rollout.buckets)
+        several = bool(self._config.rollout.buckets) and not self._config.unscored
         numbers = {
             **({} if self._config.unscored else {"reward": reward}),
             **{f"reward/{name}": value for name, value in data["parts"].items()},

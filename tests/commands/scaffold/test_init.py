@@ -100,7 +100,8 @@ def test_a_recipe_for_every_family_passes_check(family, devices, built, workplac
 
 @pytest.mark.parametrize("algorithm", [*objective_names()])
 def test_a_recipe_of_every_algorithm_passes_check(algorithm, workplace):
-    config = written(*DIGITS, "--algorithm", algorithm, "--devices", "0", *SMALL)
+    teacher = [f"algorithm.teacher.path={QUICKSTART}/checkpoint"] if algorithm == "distill" else []
+    config = written(*DIGITS, "--algorithm", algorithm, "--devices", "0", *SMALL, *teacher)
     assert config.algorithm.name == algorithm
     assert config.validation is not None and config.validation.prompts == f"{QUICKSTART}/prompts_validation.jsonl"
 
