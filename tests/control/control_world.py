@@ -75,9 +75,10 @@ def make_config(
         "model": {"pipeline": "qwen_image"},
         "rollout": {"sde": noise, "buckets": weights, **({"num_inference_steps": steps} if steps else {})},
         "algorithm": {"name": "diffusion_nft" if steps else "flow_grpo"},
-        **({"algorithm": {"name": "distill", "teacher": {"path": "t"}}} if unscored else {}),
         "validation": None if validation is None else {"prompts": "validation.txt", **validation},
     }
+    if unscored:
+        sections |= {"algorithm": {"name": "distill", "teacher": {"path": "t"}}, "reward": {"scorers": []}}
     config = build(sections, {path: settings.get(name, usual) for name, (path, usual) in SETTINGS.items()})
     problem = check(config)
     may_be_small = not config.reward.streaming and problem is not None and problem.startswith("buffer.trajectories")

@@ -327,7 +327,7 @@ def test_degrees_of_a_recipe(tmp_path: Path, line: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (remove(""), "no checkpoint"),
+        (remove(""), "there is no folder"),
         (remove("vae"), "has no vae/, but its model_index.json lists AutoencoderKL there"),
         (
             write("transformer/diffusion_pytorch_model.safetensors", safetensors(99)),
