@@ -20,7 +20,7 @@ EXPERTS = "experts: "  # begins the names of variants with two components, over 
 # A group of 5 is 3 + 2 samples on two ranks, so that the second rank has padding.
 BASE = {"group_size": 5, "size": 2, "optimizer": "sgd"}
 FORWARD = {"sde": None, "clip_range": None}
-DISTILL = {"name": "distill", "clip_range": None, "correction": {}, "teacher": {"path": "1"}}
+DISTILL = {"name": "distill", "clip_range": None, "teacher": {"path": "1"}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"kl_coef": 0.05},
     "lora": {"kl_coef": 0.05, "lora": world.LORA},
