@@ -141,7 +141,7 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Returns a line per update; validation lines are in `validation`."""
-        return [line for line in self._lines("metrics.jsonl") if "reward" in line]
+        return [line for line in self._lines("metrics.jsonl") if "validation/reward" not in line]
 
     @property
     def validation(self) -> list[dict[str, Any]]:
