@@ -139,15 +139,16 @@ def objective_output(
         loss = loss + penalty
     metrics = {**metrics, "approx_kl": 0.5 * log_ratios(inputs).square()}
     coef = 0.0 if algorithm.teacher is None else algorithm.teacher.coef
-    for name, key, weight, mean in (
-        ("ref", "kl_coef", algorithm.kl_coef, inputs.ref_mean),
-        ("teacher", "teacher.coef", coef, inputs.teacher_mean),
-    ):
-        if mean is not None:
-            kl = metrics[f"kl_{name}"] = gaussian_kl(inputs, mean, algorithm)
-            loss = loss + weight * kl if weight > 0 else loss
+    pulls = {
+        "kl_ref": ("kl_coef", algorithm.kl_coef, "ref_mean"),
+        "kl_teacher": ("teacher.coef", coef, "teacher_mean"),
+    }
+    for name, (key, weight, other) in pulls.items():
+        if (mean := getattr(inputs, other)) is not None:
+            metrics[name] = gaussian_kl(inputs, mean, algorithm)
+            loss = loss + weight * metrics[name] if weight > 0 else loss
         elif weight > 0:
-            raise ValueError(f"algorithm.{key} is {weight} but there is no {name}_mean to compute the KL to")
+            raise ValueError(f"algorithm.{key} is {weight} but there is no {other} to compute the KL to")
     dtype = inputs.log_prob.dtype
     return ObjectiveOutput(loss.to(dtype), {name: value.detach().to(dtype) for name, value in metrics.items()})
 
