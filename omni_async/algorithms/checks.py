@@ -101,8 +101,8 @@ def _weights_alone(config: Config, name: str) -> Iterator[str]:
     if several and settings.mode == "bypass" and settings.weighs_update(config.algorithm.penalised):
         yield (
             "trainer.steps_per_update: these weights are computed once, before the first optimizer step, and"
-            f" {name} has no ratio for the steps after it; use 1, or weights: importance without masks, normalise and"
-            f" kl_coef, got {config.trainer.steps_per_update}"
+            f" {name} has no ratio for the steps after it; use 1, or weights: importance without m2 and kl_coef, got"
+            f" {config.trainer.steps_per_update}"
         )
 
 

@@ -39,7 +39,7 @@ class Advantage(Section, kw_only=True, frozen=True):
     group: `reward_weighted` by its softmax at `temperature` (RWR), `best_of_n` by equal weights of the `best` samples
     and 0 for the others (RAFT)."""
     temperature: Positive = 1.0
-    """Of reward_weighted, in units of the std; with std none in units of the reward."""
+    """Temperature of reward_weighted in units of the std; with std none in units of the reward."""
     best: Annotated[int, most(100_000, ge=1)] = 1
     """Number of a group's samples that best_of_n trains."""
 
@@ -84,8 +84,8 @@ class Correction(Section, kw_only=True, frozen=True):
     reject_level: Literal["step", "sum", "mean", "max"] = "step"
     """Apply k1, k2, k3 to each step, or to a whole sample: the sum, mean or maximum over its steps."""
     steps: Literal["all", "kept"] = "all"
-    """Steps of a sample that weights per sample and gspo's ratio are computed from: all trained steps, or those that no
-    rule masks (VeRL)."""
+    """Steps behind weights per sample and gspo's ratio: all trained steps of the sample, or its unmasked steps
+    (VeRL)."""
     denominator: Literal["kept", "all"] = "kept"
     """Average over the unmasked rows, or over all rows as in published code (the gradient shrinks)."""
 
