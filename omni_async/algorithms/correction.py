@@ -104,7 +104,7 @@ def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
 
     Raises:
         ValueError: For settings that `correction_problems` refuses, and for kappa_nats without drift.kappa."""
-    for problem in correction_problems(settings):
+    for problem in correction_problems(settings, ratio=False):
         raise ValueError(problem)
     log_ratio = per_element(drift.log_ratio, settings, num_elements)
     level = settings.reject_level
@@ -168,10 +168,10 @@ def importance_weights(
         log_ratio: L (N, W) in nats, float64; of a whole update where weights are tempered.
         settings: `algorithm.correction`.
         num_elements: D, the latent elements of a sample.
-        kept: (N, W) bool, True for rows that reach the loss; None: all rows."""
+        kept: (N, W) bool, True for rows that the rules keep; None: all rows."""
     if settings.weights == "none":
         return torch.ones_like(log_ratio), 1.0
-    values = exponents(log_ratio, settings, num_elements)
+    values = exponents(log_ratio, settings, num_elements, kept)
     gamma = 1.0
     if settings.weights == "tempered":
         own = values.flatten() if kept is None else values[kept]
@@ -185,22 +185,26 @@ def importance_weights(
     return weight, gamma
 
 
-def exponents(log_ratio: Tensor, settings: Correction, num_elements: int) -> Tensor:
+def exponents(log_ratio: Tensor, settings: Correction, num_elements: int, kept: Tensor | None = None) -> Tensor:
     """Return (N, W): L, or L / D with log_ratio `mean`, aggregated over a sample's steps, which share the result.
 
     Level `step` does not aggregate. `trajectory`: the sum over steps of L, but the mean over steps of L / D.
-    `sequence`: the sum over steps of either; VeRL-Omni's level of that name uses L / D.
+    `sequence`: the sum over steps of either; VeRL-Omni's level of that name uses L / D. With steps `kept` the sums and
+    means are over the kept steps, 0 without such steps.
 
     Args:
         log_ratio: L (N, W) in nats.
         settings: `algorithm.correction`.
-        num_elements: D, the latent elements of a sample."""
+        num_elements: D, the latent elements of a sample.
+        kept: (N, W) bool, True for rows that the rules keep; None: all rows. Read only with steps `kept`."""
     values = per_element(log_ratio, settings, num_elements)
     if settings.level == "step":
         return values
+    over = kept if settings.steps == "kept" and kept is not None else torch.ones_like(values, dtype=torch.bool)
+    total = torch.where(over, values, 0.0).sum(dim=1, keepdim=True)
     if settings.level == "trajectory" and settings.log_ratio == "mean":
-        return values.mean(dim=1, keepdim=True).expand_as(log_ratio)
-    return values.sum(dim=1, keepdim=True).expand_as(log_ratio)
+        total = total / over.sum(dim=1, keepdim=True).clamp(min=1)
+    return total.expand_as(log_ratio)
 
 
 def per_element(log_ratio: Tensor, settings: Correction, num_elements: int) -> Tensor:

@@ -36,6 +36,7 @@ Weights = list[list[float]]  # by sample and trained step
 
 # With a smaller share of fresh rows there may be only one or two, which prove nothing about the others.
 _FRESH_ENOUGH = 0.5
+_CLIP = ("clip_range", "clip_range_nats", "clip_centre")  # keys that decide which rows are clipped
 
 
 @dataclass(eq=False)
@@ -96,8 +97,7 @@ class PolicyGradient:
         c, r = self.config, self.config.rollout
         return {
             "model.dtype": c.model.dtype,
-            "algorithm.clip_range": c.algorithm.clip_range,
-            "algorithm.clip_range_nats": c.algorithm.clip_range_nats,
+            **{f"algorithm.{key}": _plain(getattr(c.algorithm, key)) for key in _CLIP},
             "staleness.max_updates": c.staleness.max_updates,
             "rollout": [r.engine, r.attention_backend, r.compile],
         }
@@ -243,6 +243,11 @@ class Update:
         with self.tracer.span("train", version=self.version, step=len(self._step_metrics)):
             metrics = await asyncio.gather(*(rank.step(grad_scale) for rank in self.ranks))
         self._step_metrics.append(metrics[0])
+
+
+def _plain(value: Any) -> Any:
+    """Return the value as a checkpoint's JSON restores it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _doubles(values: Sequence[Any]) -> Tensor:

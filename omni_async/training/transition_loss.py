@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from omni_async.algorithms.correction import Drift, correct, interpolated_log_prob, normaliser
-from omni_async.algorithms.kinds import find_kind, sde_of
+from omni_async.algorithms.kinds import find_kind, reads_old_means, sde_of
 from omni_async.algorithms.objectives.base import TransitionInputs
 from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
 from omni_async.config.algorithm import Correction
@@ -146,7 +146,7 @@ class TransitionLoss(LossOfObjective):
         rejects_samples = c.reject_level != "step" and (c.k1, c.k2, c.k3) != (None, None, None)
         weighs_samples = c.weights != "none" and c.level != "step"
         self._whole_samples = objective.unit == "sample" or rejects_samples or weighs_samples
-        self._passes = ProximalPasses(keep_means="means" in objective.fields)
+        self._passes = ProximalPasses(keep_means=reads_old_means(objective, config.algorithm))
         self._first_step = True
         self._normaliser = [0.0, 0.0]
 

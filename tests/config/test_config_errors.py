@@ -123,6 +123,11 @@ def test_wrong_paths(path: str, value: str) -> None:
         ("rollout.sampling.height=100", "~: expected int >= 16, multiple of 16, got 100"),
         ("trainer.optimizer.betas=[0.9, 1.0]", "~.1: expected float >= 0, < 1, got 1.0"),
         ("algorithm.correction.band=0.5", "~: expected list of 2 float > 0 or null, got 0.5"),
+        ("algorithm.clip_range=[0.2]", "~: expected float > 0 or list of 2 float > 0 or null, got [0.2]"),
+        ("algorithm.clip_range_nats=[0.2, 0.3, 0.4]", "~: expected float > 0 or list of 2 float > 0 or null, got [0.2"),
+        ("algorithm.clip_range=[0.2, -1]", "~.1: expected float > 0, got -1"),
+        ("algorithm.clip_range=-1", "~: expected float > 0 or list of 2 float > 0 or null, got -1"),
+        ("algorithm.dual_clip=1", "~: expected float > 1 or null, got 1"),
         ("schedule=asnyc", "one_step_off', 'async' or null, got 'asnyc'; did you mean 'async'?"),
         ("buffer.max_bytes=9GB", "str of a number from 1 on and KiB, MiB, GiB or TiB, like '8GiB' or null, got '9GB'"),
         # values above a bound are told the bound and its reason

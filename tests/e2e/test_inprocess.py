@@ -181,6 +181,7 @@ OBJECTIVES = {
     "grpo_guard": ("algorithm.kl_coef=0.01", "algorithm.clip_range_nats=null"),
     "flow_dppo": ("algorithm.clip_range_nats=null",),
     "gspo": ("rollout.sde.kind=cps",),
+    "reinforce": ("algorithm.clip_range_nats=null", "algorithm.correction={mode: bypass, weights: importance}"),
     "diffusion_nft": (*_FORWARD, "algorithm.kl_coef=1e-4"),
     "awm": (*_FORWARD, "algorithm.awm={ema_coef: 0.1, ratio: sum_first}", "trainer.ema={every: 1}"),
     "diffusion_dpo": _FORWARD,

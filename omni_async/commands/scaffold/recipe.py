@@ -35,6 +35,7 @@ _OBJECTIVES: dict[str, Tree] = {
     "flow_dppo": {"algorithm.dppo.kappa_max_nats": 1.0},
     "diffusion_nft": {"algorithm.kl_coef": 1e-4},
     "gspo": {"algorithm.clip_range_nats": 0.3},
+    "reinforce": {"algorithm.correction.mode": "bypass", "algorithm.correction.weights": "tempered"},
     "distill": {"algorithm.kl_form": "exact"},
 }
 REASONS = {
@@ -58,6 +59,7 @@ REASONS = {
     "buffer.groups": "(S + 1) x groups_per_update: never what others wait for",
     "weights.payload": "the base never changes",
     "algorithm.clip_range": "as published",
+    "algorithm.correction.weights": "the loss has no ratio, so weights correct for stale samples",
     "algorithm.clip_range_nats": "from the published recipes, at 512x512",
     "trainer.micro_batch_size": "it decides on memory alone",
     "trainer.gradient_checkpointing": "a third more time, a fraction of the memory",

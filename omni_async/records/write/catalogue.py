@@ -129,6 +129,13 @@ _LEARNING = (
     ),
     Metric("clipped_high", Group.LEARNING, "rows above it", "fraction", source="objective"),
     Metric("clip_fraction", Group.LEARNING, "rows outside it", "fraction", source="objective"),
+    Metric(
+        "dual_clipped",
+        Group.LEARNING,
+        "rows with a negative advantage whose loss `algorithm.dual_clip` bounds",
+        "fraction",
+        source="objective",
+    ),
     Metric("approx_kl", Group.LEARNING, "mean of (log ratio)² / 2", source="objective"),
     Metric(
         "kl_ref",
