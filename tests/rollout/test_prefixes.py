@@ -19,18 +19,12 @@ from tests.rollout.conftest import (
     make_request,
     new_weights,
     publish,
+    shared_group,
     transformer_with,
 )
 from tests.rollout.test_diffusers_engine import Pausing, drawn, running, together
 
 SHAPE = (3, 4)
-
-
-def group_of(size: int, number: int = 0, start: int = 2, **changes: Any) -> list[SampleRequest]:
-    """Makes the requests of a group: one prompt, one initial noise and one window of two of six steps."""
-    first = make_request(number)
-    common = {"prompt": first.prompt, "initial_seed": 77 + number, "window": SdeWindow(start, 2)}
-    return [make_request(100 * number + sample, **(common | changes)) for sample in range(size)]
 
 
 class Counting(QwenImagePolicy):
@@ -45,7 +39,7 @@ class Counting(QwenImagePolicy):
 
 @pytest.mark.parametrize("true_cfg_scale", [1.0, 3.0])
 async def test_one_at_a_time_the_samples_are_bitwise_the_same(policy, true_cfg_scale):
-    requests = group_of(3, true_cfg_scale=true_cfg_scale)
+    requests = shared_group(3, true_cfg_scale=true_cfg_scale)
     alone = await drawn(policy, requests, max_batch=1)
     shared = await drawn(counting := Counting(policy.path), requests, max_batch=1, share_prefix=True)
     assert len(counting.batches) == 2 + 3 * 4, "the prefix once, and each of three samples from its window on"
@@ -56,7 +50,12 @@ async def test_one_at_a_time_the_samples_are_bitwise_the_same(policy, true_cfg_s
 
 async def test_a_batch_of_several_groups(policy):
     """A sample without shared noise, one group whose window starts at 2, one at 3, and one at 0."""
-    requests = [make_request(50), *group_of(3, 0, start=2), *group_of(2, 1, start=3), *group_of(2, 2, start=0)]
+    requests = [
+        make_request(50),
+        *shared_group(3, 0, start=2),
+        *shared_group(2, 1, start=3),
+        *shared_group(2, 2, start=0),
+    ]
     alone = await drawn(policy, requests, max_batch=8)
     shared = await drawn(counting := Counting(policy.path), requests, max_batch=8, share_prefix=True)
     assert counting.batches == [1 + 1 + 1 + 2] * 2 + [1 + 3 + 1 + 2] + [8] * 3
@@ -69,7 +68,7 @@ async def test_a_batch_of_several_groups(policy):
 
 async def test_later_batches_continue_where_earlier_ones_branched(policy):
     """Batches of three from two groups of four, so that the second has a sample of a stored prefix and two others."""
-    requests = [*group_of(4, 0, start=3), *group_of(4, 1, start=2)]
+    requests = [*shared_group(4, 0, start=3), *shared_group(4, 1, start=2)]
     alone = await drawn(policy, requests, max_batch=3)
     shared = await drawn(counting := Counting(policy.path), requests, max_batch=3, share_prefix=True)
     assert counting.batches == [1] * 3 + [3] * 3 + [1] * 2 + [2] + [3] * 3 + [2] * 4
@@ -80,7 +79,7 @@ async def test_later_batches_continue_where_earlier_ones_branched(policy):
 async def test_new_weights_end_a_prefix(policy):
     """A swap in a prefix leaves its samples together; later samples of the group begin again, with the new weights."""
     weights = new_weights(policy, seed=1)
-    pausing, requests = Pausing(policy.path), group_of(4, start=3)
+    pausing, requests = Pausing(policy.path), shared_group(4, start=3)
     pausing.at = 2
     async with running(pausing, max_batch=2, share_prefix=True) as engine:
         in_flight = asyncio.create_task(together(engine, requests))
@@ -128,7 +127,7 @@ def step(prefixes: Prefixes, samples: list[InFlight], version: int = 0) -> list[
 
 def test_a_sample_joins_a_prefix_on_its_way():
     prefixes = Prefixes(shared=True)
-    one, two, three = group_of(3, start=3)
+    one, two, three = shared_group(3, start=3)
     samples = [begin(prefixes, one)]
     assert step(prefixes, samples) == [[0]]
     samples.append(begin(prefixes, two))
@@ -152,18 +151,18 @@ def test_a_sample_joins_a_prefix_on_its_way():
 
 def test_samples_that_share_nothing():
     """The same initial noise, but another prompt, as in later calls of a program; another window; or no window."""
-    first = group_of(1)[0]
+    first = shared_group(1)[0]
     prefixes = Prefixes(shared=True)
     step(prefixes, [begin(prefixes, first)])
     for other in (
-        group_of(1, prompt=Prompt(0, "another"))[0],
-        group_of(1, initial_seed=78)[0],
-        group_of(1, initial_seed=None)[0],
-        group_of(1, start=1)[0],
-        group_of(1, start=0)[0],
-        group_of(1, window=None)[0],
-        group_of(1, num_inference_steps=7)[0],
-        group_of(1, height=32)[0],
+        shared_group(1, prompt=Prompt(0, "another"))[0],
+        shared_group(1, initial_seed=78)[0],
+        shared_group(1, initial_seed=None)[0],
+        shared_group(1, start=1)[0],
+        shared_group(1, start=0)[0],
+        shared_group(1, window=None)[0],
+        shared_group(1, num_inference_steps=7)[0],
+        shared_group(1, height=32)[0],
     ):
         assert begin(prefixes, other).step == 0
         assert begin(Prefixes(shared=False), first).step == 0
@@ -173,7 +172,7 @@ def test_samples_that_share_nothing():
 def test_the_newest_prefixes_are_kept():
     bytes_each = 4 * 3 * 4
     prefixes = Prefixes(shared=True, most_bytes=2 * bytes_each)
-    groups = [group_of(1, number)[0] for number in range(3)]
+    groups = [shared_group(1, number)[0] for number in range(3)]
     for request in (groups[0], groups[1], groups[0], groups[2]):
         step(prefixes, [begin(prefixes, request)])
     assert [begin(prefixes, request).step for request in groups] == [2, 0, 1]
@@ -186,7 +185,7 @@ def test_the_newest_prefixes_are_kept():
 
 def test_a_prefix_of_two_versions_is_not_continued():
     prefixes = Prefixes(shared=True)
-    one, two = group_of(2, start=3)
+    one, two = shared_group(2, start=3)
     sample = begin(prefixes, one)
     step(prefixes, [sample], version=0)
     prefixes.clear()
