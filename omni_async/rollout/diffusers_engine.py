@@ -202,7 +202,7 @@ class DiffusersEngine:
         samples = [InFlight(request, sigmas, shape, self._device, parts) for request in requests]
         for sample in samples:
             self._prefixes.join(sample)
-        stacked, of_rows = TensorDict({}, batch_size=[]), list[int]()
+        stacked_rows: list[int] = []
         while not all(sample.done for sample in samples):
             if self._stepwise:
                 self._swap_pending(loop)
@@ -212,9 +212,11 @@ class DiffusersEngine:
             step = min(sample.step for sample in samples)
             due = [number for number, sample in enumerate(samples) if sample.step == step]
             rows = [[due[one] for one in row] for row in self._prefixes.rows([samples[number] for number in due])]
-            if of_rows != (of_rows := [row[0] for row in rows]):
-                stacked = self._policy.stack_conditioning([conditioning[number] for number in of_rows])
-            taken = [samples[number] for number in of_rows]
+            firsts = [row[0] for row in rows]
+            if firsts != stacked_rows:
+                stacked = self._policy.stack_conditioning([conditioning[number] for number in firsts])
+                stacked_rows = firsts
+            taken = [samples[number] for number in firsts]
             latents = torch.stack([sample.latents for sample in taken])
             sigma = torch.full((len(taken),), taken[0].sigma, device=self._device)
             needs = [self._policy.component_of(taken[0].sigma)] * len(taken)
