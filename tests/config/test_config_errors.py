@@ -248,6 +248,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
 EXACT = "staleness={max_updates: 3, exact: true}"
 OFFLINE = ["data={preferences: pairs.parquet}", "reward={}"]
 DIFFUSERS = ["rollout.engine=diffusers"]
+PREFIX = ["rollout.share_initial_noise=true", "rollout.share_prefix=true"]
 EMULATED = ["run.runtime=inprocess", "rollout.engine=emulated"]
 
 
@@ -257,6 +258,10 @@ EMULATED = ["run.runtime=inprocess", "rollout.engine=emulated"]
         (["rollout.sde.window.range=[3, 3]"], "rollout.sde.window.range: expected 0 <= lo < hi, got [3, 3]"),
         (["rollout.sde.window.size=6"], "rollout.sde.window.size: 6 steps do not fit into range [0, 5]"),
         (["rollout.num_inference_steps=5"], "hi may be at most num_inference_steps - 1 = 4, got 5"),
+        (["rollout={share_initial_noise: true, sde: null}"], "rollout.share_initial_noise: rollout.sde: null adds no"),
+        (["rollout.share_prefix=true"], "rollout.share_prefix: ... set rollout.share_initial_noise: true, or leave it"),
+        ([*PREFIX, "rollout.sde.window={size: 3, range: [0, 3]}"], "every window starts at step 0 ... range [0, 3]"),
+        ([*PREFIX, "rollout.engine=emulated"], "share_prefix: expected rollout.engine vllm_omni or diffusers, got emu"),
         (["staleness.max_updates=999", "trainer.groups_per_update=200"], "= 200000 groups may be ... at most 100000"),
         (["weights.publish_every=3", "staleness.max_updates=1"], "1 is smaller than weights.publish_every - 1 = 2"),
         (["weights.payload=lora"], "weights.payload: 'lora' needs model.lora; use 'full' or set model.lora.rank"),
@@ -312,6 +317,8 @@ def test_wrong_combinations(overrides: list[str], said: str) -> None:
         ["run.runtime=inprocess", "rollout.engine=diffusers", "rollout.compile=off"],
         ["rollout.sde=null", "rollout.num_inference_steps=2"],
         [EXACT, "buffer.groups=16"],
+        [*PREFIX, "rollout.sde.window={size: 3, range: [0, 4]}"],
+        [*PREFIX, "rollout.engine=emulated", "emulation.profile=p.json"],
         [*OFFLINE, "run.runtime=inprocess"],
         ["rollout.engine_args={vae_use_tiling: true}", "rollout.attention_backend=FLASH_ATTN", "rollout.compile=on"],
         ["algorithm.correction.band=[0.5, 2]", "algorithm.correction.cap=null"],

@@ -97,6 +97,7 @@ LOOPS = {
     "several workers": ("rollout.workers=3", "rollout.max_inflight=2", "reward.workers=2", "staleness.max_updates=1"),
     "one update, large budget": ("trainer.updates=1", "trainer.groups_per_update=1", "staleness.max_updates=4"),
     "shared noise, guidance": ("rollout.share_initial_noise=true", "rollout.sampling.true_cfg_scale=2"),
+    "shared prefix": ("rollout.share_initial_noise=true", "rollout.share_prefix=true", "staleness.max_updates=2"),
     "bytes": ("buffer.max_bytes=256KiB", "staleness.max_updates=3"),
 }
 

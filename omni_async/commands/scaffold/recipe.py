@@ -53,8 +53,8 @@ REASONS = {
     "rollout.sde.window.range": "the early steps decide what is drawn",
     "reward.workers": "a worker scores on a CPU core, or on its device if placement.reward has one",
     "reward.timeout_s": "a judge answers in seconds, more when many ask",
-    "staleness.max_updates": "2 keeps all roles busy in most runs, and hardly ever loses quality (docs/tuning.md); 0 if"
-    " the roles take turns on one device",
+    "staleness.max_updates": "a cap: samples are as old as the slowest stage requires (docs/choose.md); 0 if the roles"
+    " take turns on one device",
     "buffer.trajectories": "twice what the engines hold, so that slow scores do not stop them",
     "buffer.groups": "(S + 1) x groups_per_update: never what others wait for",
     "weights.payload": "the base never changes",

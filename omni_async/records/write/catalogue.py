@@ -313,6 +313,14 @@ _THROUGHPUT = (
         "fraction",
         "up",
     ),
+    Metric(
+        "prefix/shared",
+        Group.THROUGHPUT,
+        "share of the denoising steps of training samples generated since then that another sample took for them"
+        " (`rollout.share_prefix`)",
+        "fraction",
+        "up",
+    ),
     Metric("score_cache/hits", Group.THROUGHPUT, "answers from `reward.cache` since the last update", "samples"),
     Metric("tflops/trainer", Group.THROUGHPUT, "model TFLOP/s of one trainer rank while it computes", "TFLOP/s", "up"),
     Metric(
