@@ -33,7 +33,8 @@ resources of placement.<role>. If there are fewer CPUs, the roles share them, an
 recipe.
 
 staleness.max_updates stays the recipe's: it is a cap, and samples are only as old as the pipeline requires. The output
-reports a cap that is too small. --staleness searches for the smallest S within 2 % of the best throughput.
+reports a cap that is too small. --staleness searches for the smallest S within 2 % of the best throughput, as tune does
+for a recipe whose schedule fixes S.
 
 The output has the front of throughput against staleness, a reason for every chosen key, and a comparison with the
 recipe and the law. The chosen keys are written as a recipe that extends yours and is no slower. Among values within
@@ -92,11 +93,13 @@ def tune_recipe(options: argparse.Namespace) -> int:
     for option, path in (("--out", out), ("--plot", plot), ("--json", options.json)):
         require_writable(option, path, inputs)
 
+    from omni_async.config.schedule import SCHEDULES
     from omni_async.simulation.result import not_measured
     from omni_async.simulation.simulate import simulate
     from omni_async.simulation.tune.report import text, write_tuned
     from omni_async.simulation.tune.tuning import tune
 
+    searched = options.staleness or (config.schedule is not None and S in SCHEDULES[config.schedule])
     columns = ("simulation", "done", "at most", "bar", "elapsed", "{task.description}")
     with live_bar(*columns, total=options.budget) as bar:
         show = bar or (lambda summary, made: sys.stderr.writelines([f"simulated {made}: {summary}\n"]))
@@ -107,7 +110,7 @@ def tune_recipe(options: argparse.Namespace) -> int:
             simulate,
             budget=options.budget,
             seed=options.seed,
-            keep=options.keep if options.staleness else [*options.keep, S],
+            keep=options.keep if searched else [*options.keep, S],
             progress=lambda made, point: show(_summary(point), made),
         )
     tuned_config = with_keys(config, tuned.chosen.keys)

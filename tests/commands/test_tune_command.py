@@ -79,6 +79,14 @@ def test_staleness_is_kept_unless_it_is_searched(folder, by_law, capsys, budget,
     assert "  staleness.max_updates: 1, because" in shown and "is kept" not in shown
 
 
+def test_staleness_is_searched_if_the_recipe_s_schedule_fixes_it(folder, by_law, capsys):
+    (folder / "recipe.yaml").write_text("schedule: sync\n" + RECIPE.replace("max_updates: 0", "max_updates: 3"))
+    assert tune("recipe.yaml --profile steady.json --devices 3") == 0
+    assert "  staleness.max_updates: 1, because" in capsys.readouterr().out
+    written = load("recipe.tuned.yaml")
+    assert (written.schedule, written.staleness.max_updates) == ("async", 1)
+
+
 def test_json_holds_everything(folder, by_law, capsys):
     assert tune("recipe.yaml --profile steady.json --devices 3 --json new/t.json --out new/t.yaml --plot") == 0
     assert capsys.readouterr().out.endswith("wrote new/t.yaml, new/t.png, new/t.json\n")
