@@ -33,6 +33,18 @@ class Advantage(Section, kw_only=True, frozen=True):
     """Reject groups whose rewards are all equal: they carry no signal (with track_prompts they do)."""
 
 
+RejectLevel = Literal["step", "sum", "mean", "max"]
+
+
+class RejectLevels(Section, kw_only=True, frozen=True):
+    k1: RejectLevel = "step"
+    """Of k1 alone."""
+    k2: RejectLevel = "step"
+    """Of k2 alone."""
+    k3: RejectLevel = "step"
+    """Of k3 alone."""
+
+
 class Correction(Section, kw_only=True, frozen=True):
     """The off-policy correction: the denominator of the ratio, and the treatment of samples far from it."""
 
@@ -43,9 +55,14 @@ class Correction(Section, kw_only=True, frozen=True):
     to the proximal policy (the weights at the start of the update), times an importance weight proximal / behaviour.
     `interpolated`: the same with the proximal log-prob estimated from the other two. `none`: ratio to the proximal
     policy without a weight, as if samples were fresh."""
+    interpolation: Literal["loglinear", "linear"] = "loglinear"
+    """Mode `interpolated`: the proximal policy is the geometric (`loglinear`) or the arithmetic (`linear`) mean of the
+    densities of behaviour and current policy, weighted by staleness (AReaL)."""
     weights: Literal["none", "importance", "tempered"] = "none"
     """`importance`: w = exp(L), L the log-ratio proximal / behaviour. `tempered`: exp(gamma L), with gamma in (0, 1]
-    chosen per update so that the effective sample size of the unmasked rows is `ess_target`."""
+    chosen so that the effective sample size of the unmasked rows is `ess_target`."""
+    tempering: Literal["update", "step"] = "update"
+    """Choose one gamma for all rows of an update, or one for each denoising step, which drift differently."""
     level: Literal["step", "trajectory", "sequence"] = "step"
     """`step`: a weight per denoising step. The others: a weight per sample, from all its trained steps; `trajectory`
     from the sum of L, or the mean of L / D with log_ratio `mean`; `sequence` from the sum of L / D (VeRL-Omni)."""
@@ -56,6 +73,8 @@ class Correction(Section, kw_only=True, frozen=True):
     """Target of tempering for the effective sample size, as a fraction."""
     cap: Positive | None = 2.0
     """Truncate weights at this; null does not truncate."""
+    floor: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """Raise smaller weights to this; null does not raise them. Weights that `band` sets to 0 stay 0."""
     band: tuple[Positive, Positive] | None = None
     """Weights outside [lo, hi] become 0 (IcePop)."""
     normalise: bool | None = None
@@ -70,8 +89,9 @@ class Correction(Section, kw_only=True, frozen=True):
     """Reject rows whose L^2 / 2 exceeds this."""
     k3: Positive | None = None
     """Reject rows whose exp(L) - 1 - L exceeds this."""
-    reject_level: Literal["step", "sum", "mean", "max"] = "step"
-    """Apply k1, k2, k3 to each step, or to a whole sample: the sum, mean or maximum over its steps."""
+    reject_level: RejectLevel | RejectLevels = "step"
+    """Apply k1, k2, k3 to each step, or to a whole sample: the sum, mean or maximum over its steps. A mapping such as
+    {k1: step, k3: max} names a level for each rule."""
     denominator: Literal["kept", "all"] = "kept"
     """Average over the unmasked rows, or over all rows as in published code (the gradient shrinks)."""
 
@@ -85,6 +105,23 @@ class Correction(Section, kw_only=True, frozen=True):
 
         All rows must then be known before the first gradient."""
         return self.weights == "tempered" or self.m2 is not None
+
+    def reject_level_of(self, rule: Literal["k1", "k2", "k3"]) -> RejectLevel:
+        """Return the level at which a rule applies."""
+        levels = self.reject_level
+        if isinstance(levels, str):
+            return levels
+        found: RejectLevel = getattr(levels, rule)
+        return found
+
+    @property
+    def needs_samples(self) -> bool:
+        """Return whether a row's correction depends on the other rows of its sample."""
+        rejects = any(
+            bound is not None and self.reject_level_of(rule) != "step"
+            for rule, bound in (("k1", self.k1), ("k2", self.k2), ("k3", self.k3))
+        )
+        return rejects or (self.weights != "none" and self.level != "step")
 
     @property
     def masks(self) -> bool:

@@ -34,6 +34,7 @@ from omni_async.types import ReadyGroup, ReadySample, SampleDrift, TrainGroup
 
 Weights = list[list[float]]  # by sample and trained step
 
+
 # With a smaller share of fresh rows there may be only one or two, which prove nothing about the others.
 _FRESH_ENOUGH = 0.5
 
@@ -183,11 +184,21 @@ class Update:
         # `correct` divides by one number of elements, but samples of other buckets have other numbers.
         shares = [first / d.num_elements if correction.log_ratio == "mean" else 1.0 for d in drifts]
         log_ratios = [[value * share for value in d.log_ratio] for d, share in zip(drifts, shares, strict=True)]
-        drift = Drift(_doubles(log_ratios), _doubles(kappas) if len(kappas) == len(drifts) else None)
+        steps = torch.tensor([d.steps for d in drifts])
+        drift = Drift(_doubles(log_ratios), _doubles(kappas) if len(kappas) == len(drifts) else None, steps)
         corrected = correct(drift, correction, first)
         weights = (corrected.weight * loss_factor(*normaliser(corrected, correction))).tolist()
-        masked = {f"masked/{rule}": m.double().mean().item() for rule, m in corrected.masked.items()}
-        return _in_groups(weights, self.plan.samples_per_group), {"gamma": corrected.gamma, **masked}
+        found = {"gamma": corrected.gamma.mean().item()}
+        if correction.tempering == "step":
+            found |= {f"gamma/step_{k:02d}": corrected.gamma[steps == k][0].item() for k in steps.unique().tolist()}
+        for rule, masked in corrected.masked.items():
+            statistic = corrected.statistics[rule]
+            found[f"masked/{rule}"] = masked.double().mean().item()
+            found |= {
+                f"statistic/{rule}/mean": statistic.mean().item(),
+                f"statistic/{rule}/max": statistic.max().item(),
+            }
+        return _in_groups(weights, self.plan.samples_per_group), found
 
     # ---- rewards -----------------------------------------------------------------------------------------------------
 

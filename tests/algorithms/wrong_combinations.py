@@ -28,6 +28,10 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("trainer.workers=6", "trainer.shard=4"), "trainer.shard: 4 ranks share ... trainer.workers = 6; use a divisor"),
     # corrections of them: one stands for those that test_correction_problems lists
     (("algorithm.correction={mode: bypass, kappa_nats: 0.5}",), "correction.kappa_nats: it measures ... behaviour"),
+    (
+        ("algorithm.correction={mode: bypass, k2: 1, reject_level: {k1: sum}}",),
+        "reject_level.k1: sum ... which is null",
+    ),
     # final latents
     (("algorithm.name=diffusion_nft",), "rollout.sde: diffusion_nft trains on final latents ... an SDE window"),
     (("algorithm.name=awm",), "rollout.sde: awm trains on final latents"),
@@ -62,6 +66,8 @@ RIGHT: tuple[tuple[str, ...], ...] = (
     (*DPPO, "algorithm.correction.mode=decoupled", "rollout.sde.kind=cps"),
     ("algorithm.name=gspo", "algorithm.correction.mode=interpolated"),
     ("algorithm.correction={mode: decoupled, weights: tempered, kappa_nats: 0.5, m2: 0.04}",),
+    ("algorithm.correction={mode: decoupled, weights: tempered, tempering: step, floor: 0.1, cap: null}",),
+    ("algorithm.correction={mode: interpolated, interpolation: linear, k1: [0.5, 2], reject_level: {k1: max}}",),
     NFT,
     (*NFT, "algorithm.kl_coef=1e-4"),
     AWM,

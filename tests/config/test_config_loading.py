@@ -96,7 +96,7 @@ def test_engine_names() -> None:
         ("{mode: decoupled, weights: tempered, normalise: false}", False, False),
         ("{mode: decoupled, weights: importance, normalise: true, band: [0.5, 2]}", True, True),
         *((f"{{mode: decoupled, {rule}: 1}}", False, True) for rule in ("kappa_nats", "m2", "k2", "k3")),
-        ("{mode: decoupled, k1: [0.5, 2]}", False, True),
+        ("{mode: decoupled, k1: [0.5, 2], k2: 1, reject_level: {k1: sum}}", False, True),
     ],
 )
 def test_corrections_normalise_and_mask(settings: str, normalises: bool, masks: bool) -> None:
@@ -114,6 +114,7 @@ def test_corrections_normalise_and_mask(settings: str, normalises: bool, masks: 
         ["reward.scorers.0.params={url: 'http://x', '<<': 1, '=': 2, '1': [null, true, 1.5, {a: ''}]}"],
         ["rollout.sde=null", "algorithm={name: awm, awm: {advantage_max: null}}", "trainer.ema={warmup: linear}"],
         ["algorithm.correction={mode: decoupled, weights: importance, band: [0.5, 2], cap: null, normalise: false}"],
+        ["algorithm.correction={mode: bypass, k1: [0.5, 2], k3: 1, reject_level: {k3: max}}"],
         ["data={preferences: pairs.parquet}", "reward={}", "staleness={max_updates: 0, exact: true}"],
     ],
 )

@@ -238,7 +238,7 @@ def test_ratios_leave_an_engine_that_rounds(tmp_path):
 def test_several_steps_get_a_proximal_pass(tmp_path):
     stage = Stage(tmp_path, 4, metrics=[mismatch(0.03, clipped=0.62)], **AUTO, **{"trainer.steps_per_update": 2})
     samples = [f"trajectory {group}.{i}" for group in (2, 3) for i in range(4)]
-    stage.ranks[0].drifts = dict.fromkeys(samples, SampleDrift((0.0, 0.0), None, 1))
+    stage.ranks[0].drifts = dict.fromkeys(samples, SampleDrift((0.0, 0.0), None, 1, (0, 1)))
     stage.play()
     assert [batch.group for batch in stage.ranks[0].recomputed] == [2, 3], "those of the second update"
 

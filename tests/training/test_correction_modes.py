@@ -57,12 +57,18 @@ def test_several_steps_of_an_update_take_the_ratio_to_the_pass_at_its_start(weig
     assert world.step_on(engine, groups[1])["ratio_deviation"] == 0
 
 
-def test_interpolation_estimates_the_proximal_policy_from_staleness():
-    engine, groups = world.moved(correction={"mode": "interpolated", "weights": "importance", "cap": None})
+@pytest.mark.parametrize("interpolation", ["loglinear", "linear"])
+def test_interpolation_estimates_the_proximal_policy_from_staleness(interpolation):
+    correction = {"mode": "interpolated", "weights": "importance", "cap": None, "interpolation": interpolation}
+    engine, groups = world.moved(correction=correction)
     groups = [replace(g, staleness=[[0, 1], [1, 3], [0, 0], [2, 2]]) for g in groups]
 
     def loss(s: world.Step) -> Tensor:
-        proximal = s.recorded + s.staleness / (s.staleness + 1) * (s.log_prob.item() - s.recorded)
+        alpha, moved = s.staleness / (s.staleness + 1), s.log_prob.item() - s.recorded
+        if interpolation == "loglinear":
+            proximal = s.recorded + alpha * moved
+        else:
+            proximal = s.recorded + math.log(1 - alpha + alpha * math.exp(24 * moved)) / 24
         return math.exp(24 * (proximal - s.recorded)) * world.surrogate((s.log_prob - proximal).exp(), s.advantage)
 
     world.assert_trains(engine, groups, lambda steps: [loss(s) for s in steps])
@@ -149,6 +155,8 @@ CORRECTIONS = [
     {**MASKED, "level": "sequence", "log_ratio": "mean"},
     *({**base, "denominator": which} for base in (BAND, MASKED) for which in ("kept", "all")),
     {**WEIGHTED, "kappa_nats": 0.2, "k2": 0.02},
+    {**WEIGHTED, "cap": 1.1, "floor": 0.9, "band": (0.7, 1.6)},
+    {"mode": "decoupled", "k1": (0.6, 1.5), "k2": 0.1, "k3": 0.11, "reject_level": {"k2": "max", "k3": "sum"}},
     *({"mode": mode} for mode in ("none", "bypass", "decoupled")),
     {"mode": "bypass", **REJECTED},
     {"mode": "decoupled", **REJECTED},

@@ -52,6 +52,7 @@ _DIAGNOSTICS = (
     ),
     _Diagnostic("log_ratio_nats/absmax", "Drift, largest log-ratio", "nats", "The row that drifted most."),
     _Diagnostic("kappa_nats", "Drift as an exact KL", "nats", "The same drift without sampling noise."),
+    _Diagnostic("k3_nats", "Drift as an estimated KL", "nats", "The same, estimated from log-ratios.", 0),
     _Diagnostic(
         "clip_fraction",
         "Clipped rows",
@@ -97,6 +98,7 @@ _STEP_TITLES = {
     "engine_mismatch_nats/mean": ("Mismatch of engine and trainer per denoising step, mean", "nats"),
     "engine_mismatch_nats/variance": ("Mismatch of engine and trainer per denoising step, variance", "nats²"),
     "ess": ("Effective sample size per denoising step", "fraction"),
+    "gamma": ("Exponent of tempered weights per denoising step", ""),
     "kappa_nats": ("Exact KL per denoising step", "nats"),
     "weight/mean": ("Importance weight per denoising step", ""),
     "masked": ("Masked rows per denoising step", "fraction"),
