@@ -49,12 +49,12 @@ class Correction(Section, kw_only=True, frozen=True):
     """The off-policy correction: the denominator of the ratio, and the treatment of samples far from it."""
 
     mode: Literal["auto", "none", "bypass", "decoupled", "interpolated"] = "auto"
-    """`auto`: the best measured mode for staleness.max_updates: bypass up to S = 4, beyond it decoupled with tempered
-    weights and kappa_nats 2. If rounding alone puts more than 5 % of the first update's rows outside the clip range or
-    the mask, `auto` becomes decoupled, without kappa_nats. `bypass`: ratio to the behaviour policy. `decoupled`: ratio
-    to the proximal policy (the weights at the start of the update), times an importance weight proximal / behaviour.
-    `interpolated`: the same with the proximal log-prob estimated from the other two. `none`: ratio to the proximal
-    policy without a weight, as if samples were fresh."""
+    """`auto`: bypass, until measurements show that the clip range takes many rows that this update has not moved. If
+    rounding alone takes more than 5 % of the first update's rows, `auto` becomes decoupled. If drift takes more than a
+    fifth of the rows, `auto` becomes decoupled with tempered weights, an exponent per step. `bypass`: ratio to the
+    behaviour policy. `decoupled`: ratio to the proximal policy (the weights at the start of the update), times an
+    importance weight proximal / behaviour. `interpolated`: the same with the proximal log-prob estimated from the other
+    two. `none`: ratio to the proximal policy without a weight, as if samples were fresh."""
     interpolation: Literal["loglinear", "linear"] = "loglinear"
     """Mode `interpolated`: the proximal policy is the geometric (`loglinear`) or the arithmetic (`linear`) mean of the
     densities of behaviour and current policy, weighted by staleness (AReaL)."""
@@ -129,22 +129,22 @@ class Correction(Section, kw_only=True, frozen=True):
         return any(rule is not None for rule in (self.kappa_nats, self.m2, self.k1, self.k2, self.k3, self.band))
 
 
-# The largest S at which the ratio to the behaviour policy was at least as good as every other mode
-# (docs/algorithms/correction.md).
-_BYPASS_UP_TO = 4
+# The reasons for which mode `auto` leaves `bypass`.
+Reason = Literal["rounding", "drift"]
 
 
-def automatic_correction(max_updates: int, rounds: bool = False) -> Correction:
-    """Return the correction of mode `auto`.
+def automatic_correction(reason: Reason | None = None) -> Correction:
+    """Return the correction of mode `auto` (docs/algorithms/correction.md, Which combination).
 
     Args:
-        max_updates: the staleness budget.
-        rounds: engine and trainer round so differently that a clip range on their ratio, or a bound on its KL, excludes
-            rows that no update has moved (`omni_async.algorithms.mismatch`)."""
-    if max_updates <= _BYPASS_UP_TO:
-        return Correction(mode="decoupled" if rounds else "bypass")
-    kappa_nats = None if rounds else 2.0
-    return Correction(mode="decoupled", weights="tempered", ess_target=0.7, cap=2.0, kappa_nats=kappa_nats)
+        reason: `rounding`: engine and trainer round so differently that a clip range on their ratio excludes rows that
+            no update has moved. `drift`: stale rows have drifted beyond the clip range. None: neither was measured
+            (`omni_async.algorithms.mismatch`)."""
+    if reason is None:
+        return Correction(mode="bypass")
+    if reason == "rounding":
+        return Correction(mode="decoupled")
+    return Correction(mode="decoupled", weights="tempered", tempering="step", ess_target=0.7, cap=2.0)
 
 
 class Mix(Section, kw_only=True, frozen=True):

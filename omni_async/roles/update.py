@@ -22,9 +22,8 @@ from omni_async.algorithms.advantages import (
     tracked_rewards,
 )
 from omni_async.algorithms.correction import Drift, correct, loss_factor, normaliser
-from omni_async.algorithms.mismatch import CLIPPED_AT_MOST, Mismatch
+from omni_async.algorithms.mismatch import AutomaticCorrection
 from omni_async.config import Config
-from omni_async.config.algorithm import Correction, automatic_correction
 from omni_async.config.layout import ParallelLayout
 from omni_async.control.reward_formula import RewardFormula
 from omni_async.control.seeds import derive
@@ -35,17 +34,12 @@ from omni_async.types import ReadyGroup, ReadySample, SampleDrift, TrainGroup
 Weights = list[list[float]]  # by sample and trained step
 
 
-# With a smaller share of fresh rows there may be only one or two, which prove nothing about the others.
-_FRESH_ENOUGH = 0.5
-
-
 @dataclass(eq=False)
 class PolicyGradient:
     """An `UpdateRule` that updates by gradients on the ranks.
 
-    With `algorithm.correction.mode: auto`, the first update whose rows are mostly fresh decides for the rest of the
-    run whether ratios are relative to the engines' policy. The decision is part of the state: a resumed run keeps it,
-    unless its recipe changes a key that the decision depends on."""
+    With `algorithm.correction.mode: auto` finished updates decide about the correction of later ones. The decision is
+    part of the state: a resumed run keeps it, unless its recipe changes a key that the decision depends on."""
 
     config: Config
     plan: Plan
@@ -53,43 +47,36 @@ class PolicyGradient:
 
     def __post_init__(self) -> None:
         self._history = RewardHistory()
-        self._rounds: bool | None = None  # None: not decided
+        auto = self.config.algorithm.correction.mode == "auto"
+        # Tempered weights need the whole update, which `streaming: on` rules out.
+        self._auto = AutomaticCorrection(self.config.trainer.streaming != "on") if auto else None
 
     def begin(self, version: int, tracer: Tracer, preempt: Callable[[], bool] = lambda: False) -> Update:
-        return Update(self.config, self.plan, self.ranks, tracer, version, self._history, preempt, self._rounds is True)
+        left_bypass = self._auto is not None and self._auto.reason is not None
+        return Update(self.config, self.plan, self.ranks, tracer, version, self._history, preempt, left_bypass)
 
     def learn(self, metrics: dict[str, float]) -> str | None:
-        found = Mismatch.of(metrics)
-        if found is None or self._rounds is not None or self.config.algorithm.correction.mode != "auto":
+        if self._auto is None:
             return None
-        if metrics["fresh_fraction"] < _FRESH_ENOUGH:
-            return None
-        self._decide(found.clipped > CLIPPED_AT_MOST)
-        before, after = (self._correction(rounds) for rounds in (False, self._rounds is True))
-        if before == after:
-            return f"algorithm.correction.mode auto stays {after.mode}"
-        without = " without kappa_nats" if before.mode == after.mode else ", ratios to the trainer's own policy,"
-        return f"algorithm.correction.mode auto becomes {after.mode}{without} from the next update on"
+        said = self._auto.learn(metrics)
+        self._plan_by(self._auto)
+        return said
 
-    def _decide(self, rounds: bool) -> None:
-        self._rounds = rounds
-        if rounds:
-            algorithm = replace(self.config.algorithm, correction=self._correction(True))
-            self.config = replace(self.config, algorithm=algorithm)
+    def _plan_by(self, auto: AutomaticCorrection) -> None:
+        if auto.reason is not None:
+            self.config = replace(self.config, algorithm=replace(self.config.algorithm, correction=auto.correction))
             self.plan = plan_updates(self.config)
-
-    def _correction(self, rounds: bool) -> Correction:
-        return automatic_correction(self.config.staleness.max_updates, rounds)
 
     def state(self) -> dict[str, Any]:
         tracked = self.config.algorithm.advantage.track_prompts
         history = {"reward_history": self._history.state()} if tracked else {}
-        return history if self._rounds is None else history | {"rounds": self._rounds, "rounds_of": self._measured}
+        return history if self._auto is None else history | {"auto": self._auto.state(), "auto_of": self._measured}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._history = RewardHistory.from_state(state.get("reward_history", {}))
-        if self.config.algorithm.correction.mode == "auto" and state.get("rounds_of") == self._measured:
-            self._decide(state["rounds"] is True)
+        if self._auto is not None and state.get("auto_of") == self._measured:
+            self._auto.restore(state["auto"])
+            self._plan_by(self._auto)
 
     @property
     def _measured(self) -> dict[str, Any]:
@@ -100,6 +87,8 @@ class PolicyGradient:
             "algorithm.clip_range": c.algorithm.clip_range,
             "algorithm.clip_range_nats": c.algorithm.clip_range_nats,
             "staleness.max_updates": c.staleness.max_updates,
+            "trainer.optimizer.lr": c.trainer.optimizer.lr,
+            "trainer.streaming": c.trainer.streaming,
             "rollout": [r.engine, r.attention_backend, r.compile],
         }
 

@@ -221,7 +221,10 @@ class TransitionLoss(LossOfObjective):
             if self._first_step:  # in later steps of an update the policy has moved on purpose
                 nats = self._nats(rows, step.scale, proximal.log_prob)
                 found = Rows(nats, step.nats_per_velocity, velocity, rows.num_elements, rows.steps, rows.fresh)
-                record_mismatch(self._metrics, found, clipped_rows(output.metrics, weight, nats))
+                outside = clipped_rows(output.metrics, weight, nats)
+                record_mismatch(self._metrics, found, outside)
+                if mode == "bypass":
+                    self._metrics.record("drift_clipped", outside)
             if weight is not None:
                 self._record_weights(rows, weight)
             self._metrics.record_loss(output.loss, rows.advantage, output.metrics)

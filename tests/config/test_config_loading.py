@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from omni_async.algorithms.checks import correction_problems
 from omni_async.config import ConfigError, check, load, resolved_yaml
-from omni_async.config.algorithm import Correction
+from omni_async.config.algorithm import Correction, automatic_correction
 from omni_async.config.hub import how_to_get
 from omni_async.config.load import family_of, inputs_of
 from omni_async.config.redact import is_secret_key
@@ -187,11 +187,12 @@ def test_buckets() -> None:
 
 
 def test_auto_correction() -> None:
-    for updates in (0, 2, 4):
+    for updates in (0, 8):
         assert load_text(MINIMAL, f"staleness.max_updates={updates}").correction == Correction(mode="bypass")
-    for updates in (5, 8):
-        c = load_text(MINIMAL, f"staleness.max_updates={updates}").correction
-        assert (c.mode, c.weights, c.kappa_nats, c.normalises) == ("decoupled", "tempered", 2.0, True)
+    for reason in ("rounding", "drift"):
+        c = automatic_correction(reason)
+        assert (c.mode, c.weights) == ("decoupled", "none" if reason == "rounding" else "tempered")
+        assert c.kappa_nats is None, "engines were not asked for means"
         assert list(correction_problems(c)) == []
     chosen = load_text(MINIMAL, "staleness.max_updates=8", "algorithm.correction={mode: bypass, k3: 1.0}")
     assert chosen.correction == Correction(mode="bypass", k3=1.0), "an explicit mode is taken as it is"

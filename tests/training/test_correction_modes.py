@@ -18,14 +18,28 @@ ROWS = 16  # 2 groups x 4 samples x 2 steps
 WEIGHTED = {"mode": "decoupled", "weights": "importance"}
 
 
-@pytest.mark.parametrize("max_updates", [0, 2, 8])
-def test_auto_is_what_the_staleness_budget_says(max_updates):
-    budget = {"staleness.max_updates": max_updates}
-    chosen = msgspec.to_builtins(automatic_correction(max_updates))
-    (metrics, got), (of_named, expected) = (
-        world.trained(engine, *groups)
-        for engine, groups in (world.moved(**budget, correction=c) for c in ({"mode": "auto"}, chosen))
+@pytest.mark.parametrize("reason", [None, "rounding", "drift"])
+def test_auto_trains_like_the_correction_that_it_stands_for(reason):
+    """Takes the weights of an update, as its rule sends them after a decision. Ranks know the start alone."""
+    chosen = automatic_correction(reason)
+    (engine, groups), (named, same) = (
+        world.moved(0.15, **{"staleness.max_updates": 8}, correction=c)
+        for c in ({"mode": "auto"}, msgspec.to_builtins(chosen))
     )
+    if chosen.needs_update:
+        drifts = [drift for group in same for drift in named.recompute_proximal(group)]
+        steps = torch.tensor([drift.steps for drift in drifts])
+        rows = Drift(torch.tensor([drift.log_ratio for drift in drifts], dtype=torch.float64), None, steps)
+        corrected = correct(rows, chosen, 24)
+        weights = corrected.weight * loss_factor(*normaliser(corrected, chosen))
+        assert len(corrected.gamma.unique()) == 2
+        groups, same = (
+            [replace(g, weights=w.tolist()) for g, w in zip(its, weights.view(2, 4, 2), strict=True)]
+            for its in (groups, same)
+        )
+    if reason is not None:
+        groups = [replace(group, proximal_ratio=True) for group in groups]
+    (metrics, got), (of_named, expected) = world.trained(engine, *groups), world.trained(named, *same)
     assert metrics == of_named
     world.assert_gradients(got, expected, rtol=0, atol=1e-12)
 

@@ -179,6 +179,8 @@ def test_drift_of_all_rows_and_of_each_denoising_step(mode):
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=2e-5)
     assert {name for name in metrics if "step_" in name} == {name for name in expected if "step_" in name}
     assert not {name for name in metrics if name.startswith(("weight", "masked", "statistic"))}
+    assert ("drift_clipped" in metrics) == (mode == "bypass")
+    assert mode != "bypass" or metrics["drift_clipped"] == metrics["clip_fraction"]
 
 
 def test_weights_and_masks_of_all_rows_and_of_each_denoising_step():
@@ -232,4 +234,6 @@ def test_neither_a_stale_step_nor_a_later_one_of_an_update_can_tell_a_mismatch()
     assert metrics["engine_mismatch_nats"] < 1e-4
     assert metrics["log_ratio_nats/absmax"] == pytest.approx(2.4, rel=1e-3)
     assert (metrics["fresh_fraction"], metrics["row_staleness/mean"], metrics["row_staleness/max"]) == (7 / 8, 1 / 8, 1)
-    assert ["engine_mismatch_nats" in world.update(engine, seed) for seed in range(3)] == [False, True, False]
+    found = [world.update(engine, seed) for seed in range(3)]
+    for name in ("engine_mismatch_nats", "drift_clipped"):
+        assert [name in metrics for metrics in found] == [False, True, False]

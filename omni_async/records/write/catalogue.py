@@ -214,6 +214,14 @@ _POLICY = (
         " samples less likely",
     ),
     Metric(
+        "drift_clipped",
+        Group.POLICY,
+        "with `mode: bypass` or an undecided `auto`: share of rows that the clip range or a mask takes before the"
+        " update has moved them (`auto` leaves bypass if the median of 5 updates exceeds a fifth)",
+        "fraction",
+        "down",
+    ),
+    Metric(
         "kappa_nats",
         Group.POLICY,
         "D kappa: the same drift as an exact KL, without sampling noise; only where engines return means, which are as"
