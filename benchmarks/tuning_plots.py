@@ -1,17 +1,20 @@
 """Plots the figures of docs/tuning.md from simulations of one recipe.
 
-They show the gain from S, the slots that buffers need, and the front that tuning finds. Waits only for the simulator;
-the same recipe and profile always give the same figures.
+They show the gain from S, the slots that buffers need, the front that tuning finds, and what a reserve of groups costs
+and covers. Waits only for the simulator; the same recipe and profile always give the same figures.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from msgspec.structs import replace
 
 from benchmarks.arguments import command_parser
 from omni_async.config import Config, ConfigError, load
@@ -21,6 +24,7 @@ from omni_async.performance.law import async_step
 from omni_async.performance.profile import Profile, load_profile
 from omni_async.simulation.result import Simulated, times_of
 from omni_async.simulation.simulate import simulate
+from omni_async.simulation.sweep import choose_bundle
 from omni_async.simulation.tune.keys import (
     ENGINES,
     GROUPS,
@@ -36,17 +40,26 @@ from omni_async.simulation.tune.keys import (
 from omni_async.simulation.tune.plot import picture
 from omni_async.simulation.tune.search import Point
 from omni_async.simulation.tune.tuning import tune
+from omni_async.simulation.world import Outage
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "emulated" / "qwen_image_lora_h800.yaml"
 _HELP = """\
 Draw the figures of docs/tuning.md:
 
-  python -m benchmarks.tuning_plots                  # writes docs/tuning_{staleness,buffers,front}.png
+  python -m benchmarks.tuning_plots                  # writes docs/tuning_{staleness,buffers,front,reserve}.png
+  python -m benchmarks.tuning_plots --figures reserve
   python -m benchmarks.tuning_plots --recipe recipes/emulated/remote_judge.yaml --out figures
 
-The recipe needs emulation.profile. About a minute on one core; nothing is measured, so a busy machine changes nothing.
+The recipe needs emulation.profile. A few minutes on one core; nothing is measured, so a busy machine changes nothing.
+The reserve's figure is of a recipe whose trainer is the slowest stage; its table is printed, too.
 """
+# Training is the slowest stage, so a reserve can be made.
+_RESERVE_RECIPE = RECIPE.with_name("qwen_image_full_h200.yaml")
+_RESERVE_S = 8
+_OUTAGES = (1, 3, 10)  # updates
+_STARTS = (0.0, 0.5)  # of an update
+_MOST_BUNDLES = 10_000
 _UPDATES = 60
 _BUDGETS = range(5)
 _LAW, _SIMULATED, _SCHEDULE = (
@@ -55,7 +68,20 @@ _LAW, _SIMULATED, _SCHEDULE = (
     "#009E73",
 )  # Okabe and Ito's colours, which colour-blind readers can distinguish
 
+_FIGURES = ("staleness", "buffers", "front", "reserve")
+
 Say = Callable[[str], None]
+
+
+class Reserved(NamedTuple):
+    """A reserve: the mean staleness, the groups that it is worth, and the updates' time that each outage costs.
+
+    `groups` is None with `staleness.reserve: all`."""
+
+    reserve: int | str
+    groups: float | None
+    staleness: float
+    lost: tuple[float, ...]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=RECIPE,
         help="an emulated recipe (default: recipes/emulated/qwen_image_lora_h800.yaml)",
     )
+    parser.add_argument("--figures", nargs="+", choices=_FIGURES, default=_FIGURES, help="figures (default: all)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder of the figures (default: docs)")
     options = parser.parse_args(arguments)
     try:
@@ -74,12 +101,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(f"{options.recipe}: emulation.profile: required")
         profile = load_profile(config.emulation.profile)
         options.out.mkdir(parents=True, exist_ok=True)
-        figures = {
-            "staleness": staleness(options.recipe, config, profile, _say),
-            "buffers": buffers(config, profile, _say),
+        plots: dict[str, Callable[[], Figure]] = {
+            "staleness": lambda: staleness(options.recipe, config, profile, _say),
+            "buffers": lambda: buffers(config, profile, _say),
+            "front": lambda: picture(
+                tune(config, profile, round(num_devices(config)), simulate, budget=120, progress=_tuning)
+            ),
+            "reserve": _reserve,
         }
-        tuned = tune(config, profile, round(num_devices(config)), simulate, budget=120, progress=_tuning)
-        for name, figure in {**figures, "front": picture(tuned)}.items():
+        for name in options.figures:
+            figure = plots[name]()
             with replacing(options.out / f"tuning_{name}.png") as unfinished:
                 figure.savefig(unfinished, dpi=110)
             _say(f"wrote {options.out / f'tuning_{name}.png'}")
@@ -140,6 +171,73 @@ def buffers(config: Config, profile: Profile, say: Say) -> Figure:
             axes.plot(slots, speeds, color=colour, marker=".", label=f"S = {budget}")
     _label(by_groups, f"buffer.groups (an update has {per_update})", "images/s")
     _label(by_samples, f"buffer.trajectories (engines compute {config.rollout.workers * batch} together)", None)
+    return figure
+
+
+def _reserve() -> Figure:
+    config = load(_RESERVE_RECIPE, ["schedule=async"])
+    assert config.emulation is not None
+    per_update = config.trainer.groups_per_update
+    reserves = [0, per_update // 2, per_update, 2 * per_update, 4 * per_update, "auto", "all"]
+    found = reserved(config, load_profile(config.emulation.profile), reserves, _say)
+    sys.stdout.writelines(f"{line}\n" for line in reserve_table(found, per_update))
+    return reserve_plot(found, per_update)
+
+
+def reserved(config: Config, profile: Profile, reserves: Sequence[int | str], say: Say) -> list[Reserved]:
+    """Simulate each reserve without an outage, and with outages of all engines that begin at several moments."""
+    config = with_keys(config, roomy(config, _split(config), _RESERVE_S))
+    bundle = choose_bundle(config, _UPDATES, _MOST_BUNDLES, fewest=0)
+    found = []
+    for reserve in reserves:
+        job = replace(config, staleness=replace(config.staleness, reserve=reserve))
+        usual = simulate(job, profile, updates=_UPDATES, bundle=bundle)
+        lost = []
+        for updates in _OUTAGES:
+            begins = [(0.4 * _UPDATES + start) * usual.step_s for start in _STARTS]
+            outages = [Outage("generate", begin, updates * usual.step_s) for begin in begins]
+            ends = [simulate(job, profile, updates=_UPDATES, bundle=bundle, outage=one).virtual_s for one in outages]
+            lost.append((fmean(ends) - usual.virtual_s) / usual.step_s)
+        worth = None if reserve == "all" else usual.reserve_s / usual.step_s * config.trainer.groups_per_update
+        found.append(Reserved(reserve, worth, usual.staleness_mean, tuple(lost)))
+        say(f"reserve {reserve}: {usual.step_s:.4g} s per update, staleness {usual.staleness_mean:.2f}")
+    return found
+
+
+def reserve_table(found: Sequence[Reserved], per_update: int) -> Iterator[str]:
+    """Yield the lines of a Markdown table, with a line per reserve."""
+    outages = " | ".join(f"lost to {updates}" for updates in _OUTAGES)
+    yield f"| `staleness.reserve` | updates | mean staleness | {outages} |"
+    yield f"|---|---:|---:|{'---:|' * len(_OUTAGES)}"
+    for one in found:
+        worth = "" if one.groups is None else f"{one.groups / per_update:.1f}"
+        lost = " | ".join(f"{max(0.0, updates):.1f}" for updates in one.lost)
+        yield f"| `{one.reserve}` | {worth} | {one.staleness:.2f} | {lost} |"
+
+
+def reserve_plot(found: Sequence[Reserved], per_update: int) -> Figure:
+    """Plot mean staleness, and the time lost to outages of several lengths, against the reserve.
+
+    `auto` is a star where its reserve lies; `all` is a dashed line."""
+    figure = Figure(figsize=(9.6, 4.0), layout="constrained")
+    ages, losses = figure.subplots(1, 2)
+    numbers = [one for one in found if isinstance(one.reserve, int)]
+    named = {one.reserve: one for one in found if not isinstance(one.reserve, int)}
+    groups = [one.reserve for one in numbers]
+    curves = [(ages, _LAW, "", [one.staleness for one in found])]
+    for updates, colour, number in zip(_OUTAGES, (_LAW, _SIMULATED, _SCHEDULE), range(len(_OUTAGES)), strict=True):
+        label = f"engines away for {updates} update{'s' * (updates > 1)}"
+        curves.append((losses, colour, label, [one.lost[number] for one in found]))
+    for axes, colour, label, values in curves:
+        by_reserve = dict(zip((one.reserve for one in found), values, strict=True))
+        axes.plot(groups, [by_reserve[one] for one in groups], color=colour, marker="o", label=label or "groups")
+        if (auto := named.get("auto")) is not None:
+            star = {"marker": "*", "markersize": 14, "linestyle": "none", "label": None if label else "auto"}
+            axes.plot([auto.groups], [by_reserve["auto"]], color=colour, **star)
+        if "all" in named:
+            axes.axhline(by_reserve["all"], color=colour, linestyle="--", linewidth=1, label=None if label else "all")
+    _label(ages, f"staleness.reserve, groups (an update has {per_update})", "mean staleness, updates")
+    _label(losses, f"staleness.reserve, groups (an update has {per_update})", "time lost, updates")
     return figure
 
 

@@ -15,6 +15,9 @@ diffusion code (VeRL's token code would give it the raw reward).
   gdpo        A_k divided by the group's std for every `std`, A = sum_k w_k A_k, whitened over the
               update (GDPO, arXiv 2601.05242)
 
+`advantage.form` may replace the signed advantages by weights, after they are combined and before the clamp: see
+`formed`.
+
 The clamp is applied once, at the end. If ddof and eps occur twice, in A_k and in whitening, both use the same settings.
 `RewardHistory` replaces groups if statistics cover a prompt's whole run.
 
@@ -45,7 +48,9 @@ def aggregate_advantages(
     history: RewardHistory | None = None,
     prompt_ids: Tensor | None = None,
 ) -> Tensor:
-    """Return advantages (N,) in rewards' dtype, float64 inside. Groups of one get 0, as does a prompt's only reward.
+    """Return advantages (N,) in rewards' dtype, float64 inside, in the settings' form.
+
+    Signed ones of groups of one are 0, as is that of a prompt's only reward.
 
     Args:
         rewards: (N, K) finite, of K scorers. A scorer without a part in a group's reward has NaN in the group's whole
@@ -74,7 +79,32 @@ def aggregate_advantages(
         if settings.aggregate == "gdpo":
             whitened = (advantages - advantages.mean()) * global_scale(advantages, settings)
             advantages = whitened.masked_fill(_without_peers(prompt_ids, history), 0.0)
+    advantages = formed(advantages, group_ids, settings)
     return advantages.clamp(-settings.clip_max, settings.clip_max).to(rewards.dtype)
+
+
+def formed(advantages: Tensor, group_ids: Tensor, settings: Advantage) -> Tensor:
+    """Return advantages (N,) in the settings' `form`, float64. Weights have mean 1 in every group.
+
+    Args:
+        advantages: signed ones A (N,), float64.
+        group_ids: (N,) integers in any order.
+        settings: `algorithm.advantage`. With K the size of a group, `reward_weighted`: K softmax(A / temperature) over
+            the group, the weights of reward-weighted regression (DDPO's RWR, arXiv 2305.13301, sec. 4.2). `best_of_n`:
+            K / best for the `best` largest A of the group, of equal ones the first, and 0 for the others; the loss is
+            then the mean over these samples, as in RAFT (arXiv 2304.06767, alg. 1). `standardised`: A."""
+    if settings.form == "standardised":
+        return advantages
+    weights = torch.zeros_like(advantages)
+    for group in sorted(set(group_ids.tolist())):
+        members = (group_ids == group).nonzero().flatten()
+        own = advantages[members]
+        if settings.form == "reward_weighted":
+            weights[members] = len(own) * (own / settings.temperature).softmax(dim=0)
+        else:
+            best = own.sort(descending=True, stable=True).indices[: settings.best]
+            weights[members[best]] = len(own) / len(best)
+    return weights
 
 
 def _where_given(rewards: Tensor, group_ids: Tensor, settings: Advantage) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from omni_async.algorithms.kinds import Kind, find_kind
-from omni_async.algorithms.registry import Objective, find_objective
+from omni_async.algorithms.registry import Objective, clips, find_objective
 from omni_async.config.algorithm import Correction
 from omni_async.config.layout import layout_problems
 from omni_async.config.schema import Config
@@ -19,6 +19,7 @@ def problems(config: Config) -> Iterator[str]:
         yield f"algorithm.name: objective {objective.name!r}: fields: {kind.name!r} rows are made of {missing} too"
     yield from _rows(config, objective, kind)
     yield from _ratio(config, objective, kind)
+    yield from _advantage(config, kind)
     if not kind.paired and config.rollout.group_size < 2:
         yield (
             f"rollout.group_size: {objective.name} compares the samples of a prompt, so it needs at least 2, got"
@@ -60,16 +61,76 @@ def _rows(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
 def _ratio(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
     algorithm, name = config.algorithm, objective.name
     if kind.ratio:
-        yield from correction_problems(algorithm.correction)
+        yield from correction_problems(algorithm.correction, objective.ratio)
+        yield from _kept_steps(algorithm.correction, objective)
+        if not objective.ratio:
+            yield from _weights_alone(config, name)
         return
     if algorithm.correction != Correction():
         yield (
             f"algorithm.correction: {name} has no ratio to the policy that made a sample, so there is nothing to"
             " correct; remove the section"
         )
-    if algorithm.clip_range is not None or algorithm.clip_range_nats is not None:
+    if clips(algorithm):
         instead = "; algorithm.awm.clip_range is its own" if name == "awm" else ""
-        yield f"algorithm.clip_range: {name} does not clip a ratio of denoising steps{instead}; remove it"
+        yield f"algorithm.{clips(algorithm)[0]}: {name} does not clip a ratio of denoising steps{instead}; remove it"
+
+
+def _kept_steps(settings: Correction, objective: Objective) -> Iterator[str]:
+    if settings.steps == "all" or settings.mode == "auto":
+        return
+    if not settings.masks:
+        yield _problem("steps", "no rule masks steps, so kept means all", "a rule such as k3, or steps: all")
+    if objective.unit == "row" and (settings.weights == "none" or settings.level == "step"):
+        yield _problem(
+            "steps",
+            f"neither the ratio of {objective.name} nor a weight is computed over the steps of a sample",
+            "algorithm.name: gspo, level: trajectory, or steps: all",
+        )
+
+
+def _weights_alone(config: Config, name: str) -> Iterator[str]:
+    """Yield problems of an objective without a ratio: its weights must contain the whole drift, once."""
+    settings = config.algorithm.correction
+    stands_for = f"the loss of {name} has no ratio, so weights to the policy that took the step correct it"
+    if settings.mode in ("decoupled", "interpolated"):
+        yield _problem("mode", f"{stands_for}, got {settings.mode}", "mode: bypass, with weights")
+    if settings.mode == "auto" and config.staleness.max_updates > 0:
+        yield _problem("mode", f"{stands_for}, and auto may use none", "mode: bypass, weights: importance or tempered")
+    several = config.trainer.steps_per_update > 1
+    if several and settings.mode == "bypass" and settings.weighs_update(config.algorithm.penalised):
+        yield (
+            "trainer.steps_per_update: these weights are computed once, before the first optimizer step, and"
+            f" {name} has no ratio for the steps after it; use 1, or weights: importance without m2 and kl_coef, got"
+            f" {config.trainer.steps_per_update}"
+        )
+
+
+def _advantage(config: Config, kind: Kind) -> Iterator[str]:
+    advantage, name, size = config.algorithm.advantage, config.algorithm.name, config.rollout.group_size
+    if advantage.form == "standardised":
+        return
+    if kind.paired:
+        yield (
+            f"algorithm.advantage.form: {name} compares the best with the worst sample and reads no advantage; remove"
+            f" it, got {advantage.form}"
+        )
+        return
+    if advantage.track_prompts:
+        yield (
+            f"algorithm.advantage.track_prompts: weights of form {advantage.form} compare the samples of a group alone;"
+            " remove it"
+        )
+    if advantage.form == "best_of_n" and advantage.best >= size:
+        yield (
+            f"algorithm.advantage.best: {advantage.best} of rollout.group_size = {size} samples is all of them; use a"
+            " smaller number"
+        )
+    elif advantage.form == "best_of_n" and size / advantage.best > advantage.clip_max:
+        yield (
+            f"algorithm.advantage.clip_max: each of the best {advantage.best} of {size} samples has the weight"
+            f" {size / advantage.best:g}, which clip_max = {advantage.clip_max:g} would cut; use at least that"
+        )
 
 
 def _offline(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
@@ -90,7 +151,8 @@ def _offline(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
         yield "data.prompts: with data.preferences the prompts come from the pairs; remove it"
 
 
-# Keys that a mode of the correction cannot use: the mode, the keys, the reason, and the alternative.
+# Keys that a mode of the correction cannot use: the mode, the keys, the reason, and the alternative. The keys of mode
+# bypass are those that an objective with a ratio cannot use.
 _OF_MODE = (
     ("none", ("weights",), "mode none takes samples as if they were fresh", "mode: decoupled, or weights: none"),
     (
@@ -127,9 +189,13 @@ _OF_MODE = (
 )
 
 
-def correction_problems(settings: Correction) -> Iterator[str]:
-    """Yield one message per combination within `algorithm.correction` that cannot work."""
+def correction_problems(settings: Correction, ratio: bool = True) -> Iterator[str]:
+    """Yield one message per combination within `algorithm.correction` that cannot work.
+
+    `ratio` is that of the `Objective`."""
     for mode, names, reason, instead in _OF_MODE:
+        if mode == "bypass" and not ratio:
+            continue
         for name in names if settings.mode == mode else ():
             if getattr(settings, name) != getattr(Correction(), name):
                 yield _problem(name, reason, instead)

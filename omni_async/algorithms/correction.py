@@ -113,7 +113,7 @@ def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
 
     Raises:
         ValueError: For settings that `correction_problems` refuses, and for kappa_nats without drift.kappa."""
-    for problem in correction_problems(settings):
+    for problem in correction_problems(settings, ratio=False):
         raise ValueError(problem)
     log_ratio = per_element(drift.log_ratio, settings, num_elements)
     keep: dict[str, Tensor] = {}
@@ -144,7 +144,7 @@ def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
     weight, gamma = importance_weights(drift, settings, num_elements, kept)
     if settings.band is not None:
         keep["band"] = weight > 0
-        statistics["band"] = exponents(drift.log_ratio, settings, num_elements).exp()
+        statistics["band"] = exponents(drift.log_ratio, settings, num_elements, kept).exp()
         kept = kept & keep["band"]
     return Corrected(
         weight=torch.where(kept, weight, 0.0),
@@ -191,14 +191,14 @@ def importance_weights(
         drift: L in nats; of a whole update where weights are tempered, with `steps` where they are tempered per step.
         settings: `algorithm.correction`.
         num_elements: D, the latent elements of a sample.
-        kept: (N, W) bool, True for rows that reach the loss; None: all rows.
+        kept: (N, W) bool, True for rows that the rules keep; None: all rows.
 
     Raises:
         ValueError: tempering per step without `drift.steps`."""
     gamma = torch.ones_like(drift.log_ratio)
     if settings.weights == "none":
         return torch.ones_like(drift.log_ratio), gamma
-    values = exponents(drift.log_ratio, settings, num_elements)
+    values = exponents(drift.log_ratio, settings, num_elements, kept)
     if settings.weights == "tempered":
         for rows in _tempered_together(drift, settings):
             own = values[rows] if kept is None else values[rows & kept]
@@ -224,22 +224,26 @@ def _tempered_together(drift: Drift, settings: Correction) -> list[Tensor]:
     return [drift.steps == step for step in drift.steps.unique()]
 
 
-def exponents(log_ratio: Tensor, settings: Correction, num_elements: int) -> Tensor:
+def exponents(log_ratio: Tensor, settings: Correction, num_elements: int, kept: Tensor | None = None) -> Tensor:
     """Return (N, W): L, or L / D with log_ratio `mean`, aggregated over a sample's steps, which share the result.
 
     Level `step` does not aggregate. `trajectory`: the sum over steps of L, but the mean over steps of L / D.
-    `sequence`: the sum over steps of either; VeRL-Omni's level of that name uses L / D.
+    `sequence`: the sum over steps of either; VeRL-Omni's level of that name uses L / D. With steps `kept` the sums and
+    means are over the kept steps, 0 without such steps.
 
     Args:
         log_ratio: L (N, W) in nats.
         settings: `algorithm.correction`.
-        num_elements: D, the latent elements of a sample."""
+        num_elements: D, the latent elements of a sample.
+        kept: (N, W) bool, True for rows that the rules keep; None: all rows. Read only with steps `kept`."""
     values = per_element(log_ratio, settings, num_elements)
     if settings.level == "step":
         return values
+    over = kept if settings.steps == "kept" and kept is not None else torch.ones_like(values, dtype=torch.bool)
+    total = torch.where(over, values, 0.0).sum(dim=1, keepdim=True)
     if settings.level == "trajectory" and settings.log_ratio == "mean":
-        return values.mean(dim=1, keepdim=True).expand_as(log_ratio)
-    return values.sum(dim=1, keepdim=True).expand_as(log_ratio)
+        total = total / over.sum(dim=1, keepdim=True).clamp(min=1)
+    return total.expand_as(log_ratio)
 
 
 def per_element(log_ratio: Tensor, settings: Correction, num_elements: int) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omni_async.algorithms.registry import FINAL, STEPS, Objective, find_objective
-from omni_async.config.algorithm import Forward
+from omni_async.config.algorithm import Algorithm, Forward
 from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config
 from omni_async.config.stages import Sde
@@ -84,14 +84,20 @@ def _step_fields(objective: Objective, config: Config) -> tuple[str, ...]:
     trainer in `decoupled` and `none`."""
     correction = config.correction
     fields = tuple(field for field in objective.fields if field != _MEANS)
-    read = correction.kappa_nats is not None or (_MEANS in objective.fields and correction.mode == "bypass")
-    return (*fields, _MEANS) if read else fields
+    of_ratio = reads_old_means(objective, config.algorithm) and correction.mode == "bypass"
+    return (*fields, _MEANS) if of_ratio or correction.kappa_nats is not None else fields
+
+
+def reads_old_means(objective: Objective, algorithm: Algorithm) -> bool:
+    """Return whether a transition objective reads the means of its ratio's denominator."""
+    return _MEANS in objective.fields or algorithm.clip_centre == "drift"
 
 
 def _step_problems(objective: Objective, config: Config) -> Iterator[str]:
-    if _MEANS in objective.fields and config.correction.mode == "interpolated":
+    if reads_old_means(objective, config.algorithm) and config.correction.mode == "interpolated":
+        reader = objective.name if _MEANS in objective.fields else "algorithm.clip_centre: drift"
         yield (
-            f"algorithm.correction.mode: {objective.name} needs the mean of the policy its ratio is taken to, and"
+            f"algorithm.correction.mode: {reader} needs the mean of the policy its ratio is taken to, and"
             " 'interpolated' estimates its log-prob alone; use bypass or decoupled"
         )
 

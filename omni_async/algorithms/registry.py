@@ -35,6 +35,8 @@ class Objective:
         ForwardInputs for "forward" and "preference".
     fields: the trajectory tensors it reads, from `TRAJECTORY_FIELDS`; its kind selects the tensors that engines return.
     unit: the rows that a micro-batch must not separate: a "row", or all rows of a "sample". Pairs always stay together.
+    ratio: whether the loss contains the ratio of `algorithm.correction.mode`. Without a ratio, the weights of mode
+        bypass correct for the drift. Read only if its kind has a ratio.
     homogeneous: whether loss(c A) = c loss(A) for c > 0 under these settings, which lets the trainer stream groups
         under a global std.
     auxiliary: the auxiliary policies whose velocities the function needs (`reference_velocity` or `ref_mean`, ...).
@@ -50,6 +52,7 @@ class Objective:
     compute: str
     fields: tuple[str, ...]
     unit: Literal["row", "sample"] = "row"
+    ratio: bool = True
     homogeneous: Callable[[Algorithm], bool] = lambda algorithm: False
     auxiliary: Callable[[Algorithm], frozenset[AuxiliaryPolicy]] = lambda algorithm: frozenset()
     old_decay: Callable[[Algorithm, int], float] = lambda algorithm, update: 0.0
@@ -93,6 +96,12 @@ def stored_policies(objective: Objective, config: Config) -> tuple[str, ...]:
     return tuple(sorted(one for one in wanted if one != "reference" or config.model.lora is None))
 
 
+def clips(algorithm: Algorithm) -> list[str]:
+    """Return the keys of `algorithm` that clip a ratio of denoising steps, and that a recipe sets."""
+    names = ("clip_range", "clip_range_nats", "clip_centre", "dual_clip")
+    return [name for name in names if getattr(algorithm, name) not in (None, "zero")]
+
+
 def _no_kl(algorithm: Algorithm) -> bool:
     return algorithm.kl_coef == 0
 
@@ -133,12 +142,14 @@ def _guard_problems(config: Config) -> Iterator[str]:
             "algorithm.clip_range_nats: grpo_guard compares its clip range with log-ratios that it has rescaled, which"
             " no number of nats bounds; set algorithm.clip_range, 2e-6 as published"
         )
+    if config.algorithm.clip_centre == "drift":
+        yield "algorithm.clip_centre: grpo_guard centres its ratios itself, through its bias; remove it, got drift"
 
 
 def _dppo_problems(config: Config) -> Iterator[str]:
-    if config.algorithm.clip_range is not None or config.algorithm.clip_range_nats is not None:
+    if found := clips(config.algorithm):
         yield (
-            "algorithm.clip_range: flow_dppo drops rows by their KL instead of clipping; remove it and set"
+            f"algorithm.{found[0]}: flow_dppo drops rows by their KL instead of clipping; remove it and set"
             " algorithm.dppo.kappa_max"
         )
     if config.algorithm.dppo.kappa_max_nats is not None and config.algorithm.dppo.width == "unit":
@@ -177,6 +188,22 @@ def _awm_auxiliary(algorithm: Algorithm) -> frozenset[AuxiliaryPolicy]:
 def _awm_problems(config: Config) -> Iterator[str]:
     if _pulls_to_average(config.algorithm) and config.trainer.ema is None:
         yield "algorithm.awm.ema_coef: a pull to the moving average needs one; set trainer.ema"
+
+
+def _reinforce_problems(config: Config) -> Iterator[str]:
+    if found := clips(config.algorithm):
+        yield (
+            f"algorithm.{found[0]}: reinforce has no ratio to clip; remove it, and bound the weights by"
+            " algorithm.correction.cap"
+        )
+
+
+def _nft_problems(config: Config) -> Iterator[str]:
+    if config.algorithm.advantage.form != "standardised":
+        yield (
+            "algorithm.advantage.form: diffusion_nft contrasts samples better and worse than the mean, and weights >= 0"
+            f" know no worse ones; use standardised, or algorithm.name: awm, got {config.algorithm.advantage.form}"
+        )
 
 
 def _dpo_problems(config: Config) -> Iterator[str]:
@@ -229,11 +256,18 @@ BUILT_IN: tuple[Objective, ...] = (
         problems=_dppo_problems,
     ),
     _on_steps("gspo", "one ratio per sample: the geometric mean over its trained steps (GSPO)", unit="sample"),
+    _on_steps(
+        "reinforce",
+        "no ratio: the log-prob times the advantage and an importance weight (REINFORCE)",
+        ratio=False,
+        problems=_reinforce_problems,
+    ),
     _on_final(
         "diffusion_nft",
         "contrasts implicit positive and negative policies on final latents (DiffusionNFT)",
         auxiliary=lambda algorithm: _reference(algorithm) | {"old"},
         old_decay=lambda algorithm, update: nft_decay(algorithm.nft.decay, update),
+        problems=_nft_problems,
     ),
     _on_final(
         "awm",

@@ -174,8 +174,9 @@ def _progress(found: Mapping[str, Any]) -> list[str]:
     numbers += [f"{name} {found[name]:.4g}" for name in learned if name in found]
     if (mean := found["staleness/mean"]) is not None:
         numbers.append(f"staleness {mean:.1f} updates on average, {found['staleness/max']:g} at most")
-    if reserve := found.get("admission/reserve_s"):
-        numbers.append(f"reserve {reserve:.3g} s (trainer waited {found['admission/starved_s']:.3g} s)")
+    reserve, starved = (found.get(f"admission/{name}", 0.0) for name in ("reserve_s", "starved_s"))
+    if reserve or starved:
+        numbers.append(f"reserve {reserve:.3g} s (trainer waited {starved:.3g} s)")
     if found["images_per_s"] is not None:
         numbers.append(f"images/s {found['images_per_s']:.1f}")
     lines = [f"update {found['update']}/{found['updates']}, {left}", *filter(None, [", ".join(numbers)])]

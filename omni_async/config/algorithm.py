@@ -10,7 +10,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from omni_async.config.section import Coefficient, Positive, Section, most
+from omni_async.config.section import LARGEST, Coefficient, Positive, Section, most
+
+# Not tuple[Positive, Positive]: in a union with a bounded number, msgspec 0.22 reads the pair's types as the bounds.
+ClipRange = Positive | Annotated[tuple[Positive, ...], Meta(min_length=2, max_length=2)]
 
 
 class Advantage(Section, kw_only=True, frozen=True):
@@ -31,6 +34,14 @@ class Advantage(Section, kw_only=True, frozen=True):
     """Compute means (and group stds) over all rewards of a prompt in this run, not of this update alone."""
     drop_zero_variance: bool = True
     """Reject groups whose rewards are all equal: they carry no signal (with track_prompts they do)."""
+    form: Literal["standardised", "reward_weighted", "best_of_n"] = "standardised"
+    """`standardised`: signed, as the keys above compute it. The others replace it by weights >= 0, of mean 1 in every
+    group: `reward_weighted` by its softmax at `temperature` (RWR), `best_of_n` by equal weights of the `best` samples
+    and 0 for the others (RAFT)."""
+    temperature: Positive = 1.0
+    """Temperature of reward_weighted in units of the std; with std none in units of the reward."""
+    best: Annotated[int, most(100_000, ge=1)] = 1
+    """Number of a group's samples that best_of_n trains."""
 
 
 RejectLevel = Literal["step", "sum", "mean", "max"]
@@ -92,6 +103,9 @@ class Correction(Section, kw_only=True, frozen=True):
     reject_level: RejectLevel | RejectLevels = "step"
     """Apply k1, k2, k3 to each step, or to a whole sample: the sum, mean or maximum over its steps. A mapping such as
     {k1: step, k3: max} names a level for each rule."""
+    steps: Literal["all", "kept"] = "all"
+    """Steps behind weights per sample and gspo's ratio: all trained steps of the sample, or its unmasked steps
+    (VeRL)."""
     denominator: Literal["kept", "all"] = "kept"
     """Average over the unmasked rows, or over all rows as in published code (the gradient shrinks)."""
 
@@ -105,6 +119,16 @@ class Correction(Section, kw_only=True, frozen=True):
 
         All rows must then be known before the first gradient."""
         return self.weights == "tempered" or self.m2 is not None
+
+    def weighs_update(self, penalised: bool) -> bool:
+        """Return whether weights are computed once per update, from all its rows, before its first gradient.
+
+        They are if they depend on all rows, or if the scale of the policy gradient must not multiply a penalty.
+
+        Args:
+            penalised: whether the loss has a term that is not multiplied by the weights."""
+        rescales = self.normalises or (self.denominator == "kept" and self.masks)
+        return self.needs_update or (rescales and penalised)
 
     def reject_level_of(self, rule: Literal["k1", "k2", "k3"]) -> RejectLevel:
         """Return the level at which a rule applies."""
@@ -222,11 +246,18 @@ class Forward(Section, kw_only=True, frozen=True):
 class Algorithm(Section, kw_only=True, frozen=True):
     name: str = "flow_grpo"
     """The objective; `omni-async list` shows them."""
-    clip_range: Positive | None = None
-    """PPO clip range c on r, the exponential of the mean log-ratio per latent element: [1 - c, 1 + c]."""
-    clip_range_nats: Positive | None = None
-    """The same on L, the log-ratio of the whole sample in nats: [-c, c], independent of the resolution, the transition
-    and the step."""
+    clip_range: ClipRange | None = None
+    """PPO clip range c on r, the exponential of the mean log-ratio per latent element: [1 - c, 1 + c]. A pair [low,
+    high] clips to [1 - low, 1 + high] (DAPO)."""
+    clip_range_nats: ClipRange | None = None
+    """The same on L, the log-ratio of the whole sample in nats: [-c, c] or [-low, high], independent of the
+    resolution, the transition and the step."""
+    clip_centre: Literal["zero", "drift"] = "zero"
+    """`drift`: clip L + D kappa, whose mean is 0 whatever the drift, in place of L, whose mean is -D kappa. Needs means
+    like correction.kappa_nats."""
+    dual_clip: Annotated[float, most(LARGEST, gt=1)] | None = None
+    """Bound the loss of rows with a negative advantage at c times its absolute value (dual-clip PPO). c bounds r with
+    clip_range, exp(L) with clip_range_nats; null: no bound."""
     kl_coef: Coefficient = 0.0
     """Weight of the KL (or squared velocity difference) to the reference policy."""
     kl_form: Literal["published", "exact", "mean"] = "published"
@@ -256,3 +287,8 @@ class Algorithm(Section, kw_only=True, frozen=True):
     """diffusion_dpo."""
     settings: Any = msgspec.field(default_factory=dict)
     """Settings of an objective of another package, which defines the keys; `omni-async list` shows them."""
+
+    @property
+    def penalised(self) -> bool:
+        """Return whether the loss has a term that neither the advantage nor a weight multiplies."""
+        return self.kl_coef > 0 or self.mix.log_ratio_coef > 0

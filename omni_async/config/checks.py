@@ -30,6 +30,7 @@ def _problems(c: Config) -> Iterator[str]:
         _data,
         _calls,
         _window,
+        _sharing,
         _placement,
         _staleness,
         _batching,
@@ -83,6 +84,30 @@ def _window(c: Config) -> Iterator[str]:
             "rollout.sde.window.range: the last step is never trained (its transition is degenerate), so hi may be at"
             f" most num_inference_steps - 1 = {steps - 1}, got {hi}"
         )
+
+
+def _sharing(c: Config) -> Iterator[str]:
+    rollout = c.rollout
+    if rollout.share_initial_noise and rollout.sde is None:
+        yield (
+            "rollout.share_initial_noise: rollout.sde: null adds no other noise, so all samples of a group would be the"
+            " same; leave it out"
+        )
+    if not rollout.share_prefix:
+        return
+    if not rollout.share_initial_noise:
+        yield (
+            "rollout.share_prefix: samples take the same steps before the window only if they start from the same"
+            " noise; set rollout.share_initial_noise: true, or leave it out"
+        )
+    if rollout.sde is not None and rollout.sde.window.range[1] == rollout.sde.window.size:
+        yield (
+            "rollout.share_prefix: every window starts at step 0 with rollout.sde.window.size ="
+            f" {rollout.sde.window.size} and range {list(rollout.sde.window.range)}, so no step comes before it; move"
+            " the range, or leave it out"
+        )
+    if rollout.engine == "emulated" and c.emulation is None:
+        yield "rollout.share_prefix: expected rollout.engine vllm_omni or diffusers, got emulated; leave it out"
 
 
 def _placement(c: Config) -> Iterator[str]:

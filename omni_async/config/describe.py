@@ -41,14 +41,20 @@ def describe(annotation: Any, value: Any = None) -> str:
     Bounds that only exclude absurd values are named only if `value` may violate them."""
     base, metas = _strip(annotation)
     origin, args = get_origin(base), get_args(base)
-    bounds = [_bound(meta, key) for meta in metas for key in _BOUNDS if _matters(meta, key, value)]
+    length = next((meta.min_length for meta in metas if meta.min_length and meta.min_length == meta.max_length), None)
+    bounds = [
+        _bound(meta, key)
+        for meta in metas
+        for key in _BOUNDS
+        if _matters(meta, key, value) and (key != "min_length" or length is None)
+    ]
     if origin is Literal:
         text = "one of " + ", ".join(map(repr, args))
     elif origin in (Union, types.UnionType):
         text = " or ".join(describe(arg, value) for arg in args)
     elif origin is tuple:
-        number = "" if args[-1] is Ellipsis else f"{len(args)} "
-        text = f"list of {number}{describe(args[0], value)}"
+        number = length if args[-1] is Ellipsis else len(args)
+        text = f"list of {'' if number is None else f'{number} '}{describe(args[0], value)}"
     elif base is type(None):
         text = "null"
     elif base is Any or origin is dict or (isinstance(base, type) and issubclass(base, msgspec.Struct)):

@@ -98,7 +98,7 @@ class Data(Section, kw_only=True, frozen=True):
     """Longer prompts are refused before anything starts."""
 
 
-_STALE = "S + 1 updates' groups are admitted at once, and what a policy made a thousand updates ago teaches nothing"
+_STALE = "S + 1 updates' groups may be admitted at once, and what a policy made a thousand updates ago teaches nothing"
 
 
 class Staleness(Section, kw_only=True, frozen=True):

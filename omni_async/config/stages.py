@@ -148,6 +148,9 @@ class Rollout(Section, kw_only=True, frozen=True):
     """Times a failed sample is generated again (same seed) before its group is dropped."""
     share_initial_noise: bool = False
     """Samples of a group start from the same noise (lowers reward variance)."""
+    share_prefix: bool = False
+    """Take the noise-free steps before the window once for all samples of a group on an engine (Flow-GRPO-Fast); needs
+    `share_initial_noise`. For `diffusers` and `vllm_omni`."""
     sde: Sde | None = Sde()
     """Injection of noise; null: plain ODE sampling, for objectives that train on the final latents alone."""
     calls: Annotated[int, most(100, ge=1)] = 1

@@ -328,6 +328,8 @@ class Coordinator:
             "drawn": self._samples.drawn,
             "encoded": self._samples.encoded,
             "cached": self._samples.cached,
+            "steps": self._samples.steps,
+            "shared_steps": self._samples.shared_steps,
             "held": self.versions.held,
             "buffers": buffer_statistics(self._groups, self._samples),
             "conservation": self.ledger.counters(),

@@ -223,7 +223,7 @@ class SampleTable:
         self.engines: set[str] = set()
         self.lost_workers: set[str] = set()
         self.images = images
-        self.drawn = self.encoded = self.cached = 0
+        self.drawn = self.encoded = self.cached = self.steps = self.shared_steps = 0
         self.faults = ScorerFaults(config, has_scored)
         # Indexes and counts over `samples`. `_take` skips samples that have left QUEUED meanwhile.
         self._slots = 0
@@ -377,6 +377,8 @@ class SampleTable:
         if sample.owner.kind == "validation":
             return None
         self.images += 1
+        self.steps += sample.request.calls * sample.request.num_inference_steps
+        self.shared_steps += result.shared_steps
         return self.bytes.problem(result.sample_id, result.nbytes)
 
     @property
@@ -387,7 +389,7 @@ class SampleTable:
 
     def begin_update(self) -> None:
         """Reset the counts that are reported for each update."""
-        self.drawn = self.encoded = self.cached = 0
+        self.drawn = self.encoded = self.cached = self.steps = self.shared_steps = 0
         self.bytes.begin_update()
 
     def generation_failed(self, sample: Sample, error: str) -> Failure | None:

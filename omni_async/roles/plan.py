@@ -67,11 +67,7 @@ def require_trainable(config: Config) -> Plan:
 def plan_updates(config: Config) -> Plan:
     objective, correction = find_objective(config.algorithm.name), config.correction
     kind = find_kind(objective.kind)
-    # Weights must be known before the first gradient if they depend on all rows, or if their scale must not affect the
-    # KL term.
-    rescales = correction.normalises or (correction.denominator == "kept" and correction.masks)
-    penalised = config.algorithm.kl_coef > 0 or config.algorithm.mix.log_ratio_coef > 0
-    weigh = kind.ratio and (correction.needs_update or (rescales and penalised))
+    weigh = kind.ratio and correction.weighs_update(config.algorithm.penalised)
     # By the time some rows are trained, the proximal policy no longer exists.
     recomputes = correction.mode in ("decoupled", "none") and config.trainer.steps_per_update > 1
     mode, why = _streaming(config, objective, weigh, kind.paired)
@@ -98,6 +94,8 @@ def _streaming(config: Config, objective: Objective, weigh: bool, paired: bool) 
         (advantage.aggregate == "gdpo", "collect", "GDPO whitens advantages over the update"),
         (advantage.std != "global", "as_ready", f"advantage.std: {advantage.std} needs the group alone"),
         (advantage.aggregate != "rewards", "collect", "a global std of every scorer needs the whole update"),
+        (advantage.form == "best_of_n", "as_ready", "the best of a group need the group alone"),
+        (advantage.form == "reward_weighted", "collect", "a temperature in units of the global std needs the update"),
     )
     for holds, mode, reason in first_that_holds:
         if holds:

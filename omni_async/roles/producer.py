@@ -46,6 +46,7 @@ class _Finished(NamedTuple):
     started: float
     finished: float
     encoded: int
+    shared_steps: int
 
     def result(self, engine: str, trajectory: Any, media: Any) -> SampleResult:
         """Return the coordinator's message about the sample that `engine` generated, with references to stored data."""
@@ -67,6 +68,7 @@ class _Finished(NamedTuple):
             finished=self.finished,
             nbytes=nbytes(self.tensors) + nbytes(self.media),
             encoded=self.encoded,
+            shared_steps=self.shared_steps,
         )
 
 
@@ -200,7 +202,16 @@ class Producer:
         finished, versions = self.clock.now(), trajectory.versions
         media: Any = trajectory.media
         media = media.numpy() if isinstance(media, Media) else media
-        found = _Finished(request, trajectory.tensors, media, versions, started, finished, trajectory.encoded)
+        found = _Finished(
+            request,
+            trajectory.tensors,
+            media,
+            versions,
+            started,
+            finished,
+            encoded=trajectory.encoded,
+            shared_steps=trajectory.shared_steps,
+        )
         taken = {version for version, _ in versions.spans}
         oldest, newest = min(taken), max(taken)
         self._tracer.add(  # for the timeline, and for profiles recorded from it

@@ -33,6 +33,8 @@ from omni_async.types import ReadyGroup, ReadySample, SampleDrift, TrainGroup
 
 Weights = list[list[float]]  # by sample and trained step
 
+_CLIP = ("clip_range", "clip_range_nats", "clip_centre")  # keys that decide which rows are clipped
+
 
 @dataclass(eq=False)
 class PolicyGradient:
@@ -84,8 +86,7 @@ class PolicyGradient:
         c, r = self.config, self.config.rollout
         return {
             "model.dtype": c.model.dtype,
-            "algorithm.clip_range": c.algorithm.clip_range,
-            "algorithm.clip_range_nats": c.algorithm.clip_range_nats,
+            **{f"algorithm.{key}": _plain(getattr(c.algorithm, key)) for key in _CLIP},
             "staleness.max_updates": c.staleness.max_updates,
             "trainer.optimizer.lr": c.trainer.optimizer.lr,
             "trainer.streaming": c.trainer.streaming,
@@ -243,6 +244,11 @@ class Update:
         with self.tracer.span("train", version=self.version, step=len(self._step_metrics)):
             metrics = await asyncio.gather(*(rank.step(grad_scale) for rank in self.ranks))
         self._step_metrics.append(metrics[0])
+
+
+def _plain(value: Any) -> Any:
+    """Return the value as a checkpoint's JSON restores it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _doubles(values: Sequence[Any]) -> Tensor:

@@ -43,12 +43,14 @@ class Trajectory:
       final               (*shape) float32: the last latents, which were decoded to the media
       conditioning        a nested TensorDict, the policy's
     It always contains sigmas (N + 1,) float32 and steps (W,) int64. `versions`: the versions that took the denoising
-    steps, trained or not. `encoded`: how many prompts were encoded for it (`SampleResult`)."""
+    steps, trained or not. `encoded`: how many prompts were encoded for it; `shared_steps`: how many denoising steps
+    another sample took for it (`SampleResult`)."""
 
     tensors: TensorDict
     media: Media
     versions: VersionSpans
     encoded: int = 0
+    shared_steps: int = 0
 
 
 class RolloutEngine(Protocol):

@@ -120,4 +120,5 @@ def _joined(calls: list[Trajectory]) -> Trajectory:
         calls[-1].media,
         VersionSpans.of(version for one in calls for version in one.versions),
         encoded=sum(one.encoded for one in calls),
+        shared_steps=sum(one.shared_steps for one in calls),
     )

@@ -26,6 +26,7 @@ from omni_async.diffusion.components import compute_velocity, named_parameters
 from omni_async.diffusion.policy import Codec, Policy, modalities_of
 from omni_async.rollout.base import EngineError, StagedVersion, Trajectory
 from omni_async.rollout.payloads import Staged, adapted_weights, take_in
+from omni_async.rollout.prefixes import Prefixes
 from omni_async.rollout.stepping import ConditioningCache, InFlight, check_request, take_steps
 from omni_async.rollout.upload import Upload
 from omni_async.types import SampleRequest, VersionSpans, WeightManifest, WeightReport
@@ -64,6 +65,7 @@ class DiffusersEngine:
         device: torch.device | str | None = None,
         conditioning_bytes: int = 512 * 2**20,
         offload: bool = False,
+        share_prefix: bool = False,
     ) -> None:
         self.name = name
         self._policy = policy
@@ -84,6 +86,7 @@ class DiffusersEngine:
         # Adapted weights as they were before the first LoRA version, in host memory whatever the device.
         self._base: dict[str, torch.Tensor] = {}
         self._upload = Upload(self._device)
+        self._prefixes = Prefixes(share_prefix)
 
     async def start(self) -> WeightReport:
         await in_daemon_thread(self._load)
@@ -197,20 +200,37 @@ class DiffusersEngine:
         shape = self._policy.latent_shape(first.spec)
         parts = modalities_of(self._policy, first.spec)
         samples = [InFlight(request, sigmas, shape, self._device, parts) for request in requests]
-        stacked = self._policy.stack_conditioning(conditioning)
-        latents = torch.stack([s.latents for s in samples])
-        while not samples[0].done:
+        for sample in samples:
+            self._prefixes.join(sample)
+        stacked_rows: list[int] = []
+        while not all(sample.done for sample in samples):
             if self._stepwise:
                 self._swap_pending(loop)
             if self._closing:
                 raise EngineError(f"{self.name} was closed")
-            sigma = torch.full((len(samples),), samples[0].sigma, device=self._device)
-            needs = [self._policy.component_of(samples[0].sigma)] * len(samples)
+            # Samples that continued from a shared state wait for the others, so that a batch has one sigma.
+            step = min(sample.step for sample in samples)
+            due = [number for number, sample in enumerate(samples) if sample.step == step]
+            rows = [[due[one] for one in row] for row in self._prefixes.rows([samples[number] for number in due])]
+            firsts = [row[0] for row in rows]
+            if firsts != stacked_rows:
+                stacked = self._policy.stack_conditioning([conditioning[number] for number in firsts])
+                stacked_rows = firsts
+            taken = [samples[number] for number in firsts]
+            latents = torch.stack([sample.latents for sample in taken])
+            sigma = torch.full((len(taken),), taken[0].sigma, device=self._device)
+            needs = [self._policy.component_of(taken[0].sigma)] * len(taken)
             velocity = compute_velocity(self._policy, self._components, latents, sigma, stacked, first.spec, needs)
-            latents = take_steps(samples, velocity, self._version)
-        decoded = self._codec.decode(latents, first.spec)
+            take_steps(taken, velocity, self._version)
+            self._prefixes.spread(samples, rows)
+        decoded = self._codec.decode(torch.stack([sample.latents for sample in samples]), first.spec)
         return [
-            Trajectory(TensorDict(sample.tensors(row), batch_size=[]).cpu(), media, VersionSpans.of(sample.versions))
+            Trajectory(
+                TensorDict(sample.tensors(row), batch_size=[]).cpu(),
+                media,
+                VersionSpans.of(sample.versions),
+                shared_steps=sample.shared_steps,
+            )
             for sample, row, media in zip(samples, conditioning, decoded, strict=True)
         ]
 
@@ -236,6 +256,7 @@ class DiffusersEngine:
         for name, weight in staged.weights(live | self._base, live, self._upload):
             live[name].copy_(weight)  # copies nothing if the weight is already in place
         self._version, self._digest = staged.manifest.version, staged.manifest.digest
+        self._prefixes.clear()
         return self._report(staged.staged_s, time.perf_counter() - started)
 
 

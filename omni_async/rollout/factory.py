@@ -57,6 +57,7 @@ def build_engine(
                 device=device,
                 conditioning_bytes=conditioning_bytes,
                 offload=rollout.offload,
+                share_prefix=rollout.share_prefix,
             )
         case "vllm_omni":
             from omni_async.rollout.vllm_omni_engine import VllmOmniEngine
@@ -76,6 +77,7 @@ def build_engine(
                 rpc_timeout_s=config.weights.timeout_s,
                 conditioning_bytes=conditioning_bytes,
                 offload=rollout.offload,
+                share_prefix=rollout.share_prefix,
                 attention_backend=rollout.attention_backend,
                 compiled=rollout.compile,
                 engine_args=rollout.engine_args,

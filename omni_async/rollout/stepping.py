@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,8 @@ class InFlight:
     """A sample in flight.
 
     `latents` (*shape) float32 on `device` is its present state; `step` the denoising step it takes next. `modalities`:
-    `omni_async.diffusion.policy.modalities_of` it."""
+    `omni_async.diffusion.policy.modalities_of` it. `prefix`: what determines its steps before the window, if others may
+    share them. `shared_steps`: how many steps another sample took for it."""
 
     def __init__(
         self,
@@ -72,6 +73,8 @@ class InFlight:
         seed = request.seed if request.initial_seed is None else request.initial_seed
         self.latents = initial_noise(seed, shape).to(device)
         self.versions: list[int] = []
+        self.prefix: Hashable = None
+        self.shared_steps = 0
         self._trained = request.window.steps if request.window else range(0)
         # The schedule as Python numbers: a float32 is exact in a float64.
         self._sigmas: list[float] = sigmas.tolist()
@@ -91,6 +94,20 @@ class InFlight:
     @property
     def noisy(self) -> bool:
         return self.step in self._trained
+
+    @property
+    def window_start(self) -> int:
+        """Return the first noisy step; 0 without a window."""
+        return self._trained.start
+
+    def follow(self, latents: torch.Tensor, versions: Sequence[int]) -> None:
+        """Continue from the state of another sample, at or before the window.
+
+        Args:
+            latents: (*shape), that sample's; never written to.
+            versions: the policy versions that took its steps."""
+        self.shared_steps += len(versions) - self.step
+        self.latents, self.versions, self.step = latents, list(versions), len(versions)
 
     def schedule(self) -> tuple[float, float, float, float]:
         """Return sigma, sigma_next, sigma_max, noise_level of the next step."""

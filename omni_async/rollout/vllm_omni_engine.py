@@ -62,6 +62,7 @@ class VllmOmniEngine:
         rpc_timeout_s: float = 600.0,
         conditioning_bytes: int = 512 * 2**20,
         offload: bool = False,
+        share_prefix: bool = False,
         attention_backend: str = "auto",
         compiled: Literal["auto", "on", "off"] = "auto",
         engine_args: Mapping[str, Any] | None = None,
@@ -77,6 +78,7 @@ class VllmOmniEngine:
         self._rpc_timeout_s = rpc_timeout_s
         self._conditioning_bytes = conditioning_bytes
         self._offload = offload
+        self._share_prefix = share_prefix
         self._attention_backend = attention_backend
         self._compiled = compiled
         self._engine_args = dict(engine_args or {})
@@ -89,7 +91,7 @@ class VllmOmniEngine:
         for variable, value in _ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
         self._omni = await in_daemon_thread(self._build)
-        held = await self._call("begin", self._conditioning_bytes, self._offload)
+        held = await self._call("begin", self._conditioning_bytes, self._offload, self._share_prefix)
         return WeightReport(engine=self.name, version=held["version"], digest=held["digest"], uses=held["uses"])
 
     def _build(self) -> Any:
@@ -184,7 +186,13 @@ class VllmOmniEngine:
         # tensors.
         tensors = {name: value.clone() for name, value in result["tensors"].items()}
         versions = VersionSpans(tuple(result["versions"]))
-        return Trajectory(TensorDict(tensors, batch_size=[]), result["media"], versions, result["encoded"])
+        return Trajectory(
+            TensorDict(tensors, batch_size=[]),
+            result["media"],
+            versions,
+            encoded=result["encoded"],
+            shared_steps=result["shared_steps"],
+        )
 
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
         return await take_in(self.name, self._staged, manifest, buckets)

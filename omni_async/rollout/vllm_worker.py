@@ -32,6 +32,7 @@ from omni_async.diffusion.policy import Codec, Policy, modalities_of
 from omni_async.plugins.families import SamplingSpec
 from omni_async.rollout.base_weights import BaseWeights
 from omni_async.rollout.payloads import Staged
+from omni_async.rollout.prefixes import Prefixes
 from omni_async.rollout.stepping import ConditioningCache, InFlight, take_steps
 from omni_async.rollout.upload import Upload
 from omni_async.rollout.vllm_kernels import kernels_of
@@ -69,6 +70,7 @@ class RolloutPipelineMixin:
         self.policy = type(self).policy_class(od_config.model)
         self.conditioning = ConditioningCache(self.make_codec())
         self.codec = self.conditioning.codec
+        self.prefixes = Prefixes(shared=False)
         self._stacked: dict[SamplingSpec, tuple[list[InFlight], TensorDict]] = {}
         for module in (part for component in self.components.values() for part in component.modules()):
             if isinstance(module, LinearBase):
@@ -108,13 +110,13 @@ class RolloutPipelineMixin:
         except ValueError as error:
             # vLLM-Omni attributes only this kind of error to the request and not to the engine.
             raise OmniClientError(str(error)) from error
-        state.extra[_SAMPLE] = InFlight(
-            request, sigmas, shape, self.model_device, modalities_of(self.policy, request.spec)
-        )
+        sample = InFlight(request, sigmas, shape, self.model_device, modalities_of(self.policy, request.spec))
+        self.prefixes.join(sample)
+        state.extra[_SAMPLE] = sample
         state.extra[_CONDITIONING], state.extra[_ENCODED] = conditioning, encoded
         state.latents = torch.zeros(1, 1, device=self.model_device)
         state.timesteps = (sigmas[:-1] * 1000.0).to(self.model_device)
-        state.step_index = 0
+        state.step_index = sample.step  # later than 0 if other samples took the first steps
         return state
 
     def denoise_step(self, input_batch: Any, *, states: Any, **kwargs: Any) -> torch.Tensor:
@@ -127,16 +129,19 @@ class RolloutPipelineMixin:
             by_spec.setdefault(state.extra[_SAMPLE].request.spec, []).append(state)
         for spec, same in by_spec.items():
             samples: list[InFlight] = [state.extra[_SAMPLE] for state in same]
+            rows = self.prefixes.rows(samples)
+            taken = [samples[row[0]] for row in rows]
             velocity = compute_velocity(
                 self.policy,
                 self.components,
-                torch.stack([sample.latents for sample in samples]),
-                torch.tensor([sample.sigma for sample in samples], device=self.model_device),
-                self._stack(spec, same),
+                torch.stack([sample.latents for sample in taken]),
+                torch.tensor([sample.sigma for sample in taken], device=self.model_device),
+                self._stack(spec, [same[row[0]] for row in rows]),
                 spec,
-                [self.policy.component_of(sample.sigma) for sample in samples],
+                [self.policy.component_of(sample.sigma) for sample in taken],
             )
-            take_steps(samples, velocity.float(), self.weight_version)
+            take_steps(taken, velocity.float(), self.weight_version)
+            self.prefixes.spread(samples, rows)
             self._decode([state for state in same if state.extra[_SAMPLE].done], spec)
         return torch.zeros(len(states), 1, device=self.model_device)
 
@@ -161,7 +166,7 @@ class RolloutPipelineMixin:
         tensors = {name: value.cpu() for name, value in sample.tensors(state.extra[_CONDITIONING]).items()}
         versions = VersionSpans.of(sample.versions).spans
         result = {"tensors": tensors, "media": state.extra[_MEDIA], "versions": versions}
-        result["encoded"] = state.extra[_ENCODED]
+        result["encoded"], result["shared_steps"] = state.extra[_ENCODED], sample.shared_steps
         # vLLM-Omni turns the payload's image into a PIL one; it is never read, so it gets a single pixel.
         return DiffusionOutput(output={"payload": {"image": torch.zeros(1, 3, 1, 1)}, "metadata": {RESULT_KEY: result}})
 
@@ -262,14 +267,16 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             if not torch.equal(live[name].detach(), weight.to(live[name])):
                 raise RuntimeError(f"{name!r} was loaded, and still has another value than what was pushed")
         pipeline.weight_version, pipeline.weight_digest = staged.manifest.version, staged.manifest.digest
+        pipeline.prefixes.clear()
         return self.held_weights() | {"swap_s": time.perf_counter() - started}
 
-    def begin(self, conditioning_bytes: int, offload: bool) -> dict[str, Any]:
-        """Bound the bytes of cached encoded prompts, and offload the encoders if requested.
+    def begin(self, conditioning_bytes: int, offload: bool, share_prefix: bool) -> dict[str, Any]:
+        """Bound the bytes of cached encoded prompts; offload the encoders, and share prefixes, if requested.
 
         Returns the kernels that the denoisers use as well as the version."""
         pipeline = self.model_runner.pipeline
         pipeline.conditioning.most_bytes = conditioning_bytes
+        pipeline.prefixes = Prefixes(share_prefix)
         if offload:
             pipeline.conditioning.offload(pipeline.model_device)
         uses = kernels_of(pipeline.components.values(), compiled=not pipeline.od_config.enforce_eager)

@@ -36,7 +36,7 @@ from omni_async.simulation.simulated_roles import (
 )
 from omni_async.simulation.sweep import choose_bundle, in_bundles
 from omni_async.simulation.virtual_time import VirtualTimeLoop, run
-from omni_async.simulation.world import Meters, SharedDevices, World
+from omni_async.simulation.world import Meters, Outage, SharedDevices, World
 from omni_async.types import Prompt
 
 _UPDATES = 200
@@ -75,6 +75,7 @@ def simulate(
     updates: int | None = None,
     seed: int = 0,
     bundle: int | None = None,
+    outage: Outage | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Simulated:
     """Simulate a job; groups are never rejected, validation and checkpoints are omitted.
@@ -85,6 +86,7 @@ def simulate(
         updates: Number of updates (None: the recipe's, at least 200).
         seed: Seed of the service times.
         bundle: Samples of a group that are simulated as one (None: 1 unless that would take minutes).
+        outage: A span in which no job of a stage makes progress, in the profile's seconds (None: no outage).
         progress: Called with the number of every update.
 
     Raises:
@@ -100,7 +102,7 @@ def simulate(
     paces: list[Pace] = []
 
     async def play() -> World:
-        world = _world(config, profile, updates, seed, bundle)
+        world = _world(config, profile, updates, seed, bundle, outage)
 
         def updated(version: int) -> None:
             ends.append(world.loop.now)
@@ -146,7 +148,7 @@ def simulate(
     )
 
 
-def _world(config: Config, profile: Profile, updates: int, seed: int, bundle: int) -> World:
+def _world(config: Config, profile: Profile, updates: int, seed: int, bundle: int, outage: Outage | None) -> World:
     plan = plan_updates(config)
     config = in_bundles(config, bundle)
     # Omit steps that take no virtual time: validation, logged images, and the rejection of groups whose samples all
@@ -177,6 +179,7 @@ def _world(config: Config, profile: Profile, updates: int, seed: int, bundle: in
         seed=seed,
         bundle=bundle,
         shared=SharedDevices(loop) if config.placement.colocated else None,
+        outage=outage,
     )
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
+
+import msgspec
 
 from omni_async.aio.waiting import Event
 from omni_async.config import Config
@@ -72,12 +74,37 @@ class SharedDevices:
             self._left.notify()
 
 
+class Outage(msgspec.Struct, frozen=True):
+    """A span of virtual time in which no job of a stage makes progress: all engines are away, or all scorers."""
+
+    stage: Literal["generate", "score"]
+    start_s: float
+    seconds: float
+
+    def takes(self, now: float, seconds: float) -> float:
+        """Return the duration of a job that begins now and takes `seconds` without the outage."""
+        begins, ends = max(now, self.start_s), self.start_s + self.seconds
+        return seconds + (ends - begins if now + seconds > self.start_s and begins < ends else 0.0)
+
+
+class DrawsWithOutage(Draws):
+    """Service times of a worker, longer for jobs that an outage interrupts."""
+
+    def __init__(self, name: str, seed: int, profile: Profile, outage: Outage, loop: VirtualTimeLoop) -> None:
+        super().__init__(name, seed, profile)
+        self._outage, self._loop = outage, loop
+
+    def seconds(self, stage: str, units: float = 1) -> float:
+        seconds = super().seconds(stage, units)
+        return self._outage.takes(self._loop.now, seconds) if stage.startswith(self._outage.stage) else seconds
+
+
 @dataclass
 class World:
     """The state of one simulation.
 
     `bundle`: samples that are simulated as one; `config` counts in bundles, service times in samples. `shared` is None
-    if every role has its own devices."""
+    if every role has its own devices; `outage` is None without one."""
 
     config: Config
     profile: Profile
@@ -88,6 +115,7 @@ class World:
     seed: int
     bundle: int
     shared: SharedDevices | None
+    outage: Outage | None
 
     taken: int = 0
 
@@ -102,7 +130,9 @@ class World:
         self.meters.reserved["slots"].set(admitted - released)
 
     def draws(self, name: str) -> Draws:
-        return Draws(name, self.seed, self.profile)
+        if self.outage is None:
+            return Draws(name, self.seed, self.profile)
+        return DrawsWithOutage(name, self.seed, self.profile, self.outage, self.loop)
 
 
 @dataclass(slots=True)

@@ -78,7 +78,7 @@ def clipped_rows(metrics: Mapping[str, Tensor], weight: Tensor | None, like: Ten
         weight: (R,), the correction's; None: no correction.
         like: (R,), with the result's dtype and device."""
     found = torch.zeros_like(like, dtype=torch.bool) if weight is None else weight == 0
-    for name in ("clipped_low", "clipped_high", "dropped"):
+    for name in ("clipped_low", "clipped_high", "dual_clipped", "dropped"):
         if name in metrics:
             found = found | (metrics[name] > 0)
     return found.to(like.dtype)

@@ -26,7 +26,7 @@ from omni_async.algorithms.correction import (
     normaliser,
     perplexity_ratio,
 )
-from omni_async.algorithms.kinds import sde_of
+from omni_async.algorithms.kinds import reads_old_means, sde_of
 from omni_async.algorithms.objectives.base import TransitionInputs
 from omni_async.algorithms.registry import Objective
 from omni_async.config.schema import Config
@@ -155,7 +155,7 @@ class TransitionLoss(LossOfObjective):
         super().__init__(config, objective, *parts)
         c = self._correction = config.correction
         self._whole_samples = objective.unit == "sample" or c.needs_samples
-        self._passes = ProximalPasses(keep_means="means" in objective.fields)
+        self._passes = ProximalPasses(keep_means=reads_old_means(objective, config.algorithm))
         self._first_step = True
         self._normaliser = [0.0, 0.0]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from omni_async.algorithms.advantages import (
     RewardHistory,
@@ -138,6 +139,56 @@ def test_groups_of_equal_rewards_get_exact_zeros_next_to_others(aggregate, eps):
     options = Advantage(aggregate=aggregate, eps=eps, std="group")
     got = aggregate_advantages(rewards, WEIGHTS.abs(), torch.tensor([0, 0, 0, 1, 1, 1]), options)
     assert got[:3].tolist() == [0.0, 0.0, 0.0] and got[3:].abs().min() > 0.1
+
+
+def weighted(signed, groups, s):
+    """Computes the weights of each form from signed advantages, a row at a time."""
+    found = []
+    for i, (group, own) in enumerate(zip(groups, signed, strict=True)):
+        peers = [(j, a) for j, (g, a) in enumerate(zip(groups, signed, strict=True)) if g == group]
+        if s.form == "reward_weighted":
+            share = 1 / sum(math.exp((a - own) / s.temperature) for _, a in peers)
+        else:
+            better = sum(a > own or (a == own and j < i) for j, a in peers)
+            share = (better < s.best) / min(s.best, len(peers))
+        found.append(min(len(peers) * share, s.clip_max))
+    return found
+
+
+@given(
+    data=rows_of_rewards,
+    aggregate=st.sampled_from(AGGREGATES),
+    std=st.sampled_from(STDS),
+    form=st.sampled_from(["reward_weighted", "best_of_n"]),
+    temperature=st.sampled_from([0.3, 1.0, 20.0]),
+    best=st.integers(1, 3),
+)
+@settings(max_examples=150, deadline=None)
+def test_weights_are_those_of_a_loop_over_rows(data, aggregate, std, form, temperature, best):
+    rows, weights = data
+    groups, rewards = [row[0] for row in rows], f64([row[1:] for row in rows])
+    signed = Advantage(aggregate=aggregate, std=std, clip_max=1e9)
+    options = replace(signed, form=form, temperature=temperature, best=best, clip_max=3.5)
+    ids = torch.tensor(groups)
+    # Of these values, and not of naive's: rounding would break ties.
+    before = aggregate_advantages(rewards, f64(weights), ids, signed).tolist()
+    close(aggregate_advantages(rewards, f64(weights), ids, options), weighted(before, groups, options), atol=1e-9)
+
+
+def test_reward_weights_are_the_softmax_of_rewards_and_have_mean_one():
+    """Takes exp(r / T) = 1, 2, 5 and 4, 4, whose shares are eighths and halves."""
+    rewards = 0.7 * f64([1.0, 4.0, 2.0, 4.0, 5.0]).log() + 3
+    groups = torch.tensor([2, 5, 2, 5, 2])
+    got = advantages(rewards, groups, form="reward_weighted", std="none", temperature=0.7)
+    close(got, [3 / 8, 1.0, 6 / 8, 1.0, 15 / 8])
+
+
+def test_the_best_share_the_weight_of_their_group_and_of_equal_rewards_the_first_are_best():
+    rewards, groups = f64([0.0, 1.0, 1.0, 1.0, 9.0, 9.0, -7.0, 8.0]), torch.tensor([3, 3, 3, 3, 1, 1, 1, 1])
+    for std in STDS:
+        got = [advantages(rewards, groups, form="best_of_n", std=std, best=k).tolist() for k in (1, 2)]
+        assert got == [[0, 4, 0, 0, 4, 0, 0, 0], [0, 2, 2, 0, 2, 2, 0, 0]]
+    assert advantages(rewards, groups, form="best_of_n", clip_max=3.0)[1] == 3.0
 
 
 @pytest.mark.parametrize("aggregate", ["rewards", "gdpo"])

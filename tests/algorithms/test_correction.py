@@ -159,11 +159,13 @@ def test_only_differences_between_log_ratios_count_and_all_of_them_alike_whateve
             tempering_exponent(log_ratio, target)
 
 
-def weights_by_the_page(log_ratio, settings, num_elements):
+def weights_by_the_page(log_ratio, settings, num_elements, kept):
     exponent = log_ratio / (num_elements if settings.log_ratio == "mean" else 1)
     if settings.level != "step":
         per_step = settings.level == "trajectory" and settings.log_ratio == "mean"
-        exponent = (exponent.mean(1, keepdim=True) if per_step else exponent.sum(1, keepdim=True)).expand_as(exponent)
+        steps = [row[keeps] if settings.steps == "kept" else row for row, keeps in zip(exponent, kept, strict=True)]
+        totals = [row.sum() / (max(len(row), 1) if per_step else 1) for row in steps]
+        exponent = torch.stack(totals)[:, None].expand_as(exponent)
     low, high = settings.band or (0.0, math.inf)
     weights = [
         max(min(w, settings.cap or math.inf), settings.floor or 0.0) if low <= w <= high else 0.0
@@ -197,6 +199,7 @@ ONE_ROW_AT_A_TIME = st.builds(
     reject_level=st.sampled_from(LEVELS)
     | st.builds(RejectLevels, k1=st.sampled_from(LEVELS), k3=st.sampled_from(LEVELS)),
     denominator=st.sampled_from(["kept", "all"]),
+    steps=st.sampled_from(["all", "kept"]),
 )
 
 
@@ -206,9 +209,8 @@ def level_of(chosen, rule):
 
 def by_the_page(drift, chosen, num_elements):
     """Returns weights before masks, and which rows are left, by the formulas of docs/algorithms/correction.md."""
-    weight = weights_by_the_page(drift.log_ratio, chosen, num_elements)
     L = drift.log_ratio / (num_elements if chosen.log_ratio == "mean" else 1)
-    kept = weight > 0
+    kept = torch.ones_like(L, dtype=torch.bool)
     if chosen.kappa_nats is not None:
         kept &= drift.kappa <= chosen.kappa_nats
     if chosen.k1 is not None:
@@ -218,7 +220,8 @@ def by_the_page(drift, chosen, num_elements):
         bound = getattr(chosen, rule)
         if bound is not None:
             kept &= judged(statistic, level_of(chosen, rule), lambda value: value <= bound)  # noqa: B023
-    return weight, kept
+    weight = weights_by_the_page(drift.log_ratio, chosen, num_elements, kept)
+    return weight, kept & (weight > 0)
 
 
 @given(ONE_ROW_AT_A_TIME, st.integers(0, 1000), st.sampled_from([1.5, 30.0]))
@@ -234,6 +237,38 @@ def test_weights_masks_and_the_normalised_loss_are_those_of_the_formulas(chosen,
     expected = (weight * loss * kept).sum() / counted.sum() if counted.any() else 0.0
     mean = (got.weight * loss).mean().item() * loss_factor(*normaliser(got, chosen))
     assert mean == pytest.approx(float(expected), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("level", "log_ratio", "exponents"),
+    [
+        ("trajectory", "sum", [0.5 - 0.75, 0.25, 0.0]),
+        ("trajectory", "mean", [(0.5 - 0.75) / 8, 0.25 / 4, 0.0]),
+        ("sequence", "mean", [(0.5 - 0.75) / 4, 0.25 / 4, 0.0]),
+    ],
+)
+def test_weights_of_samples_may_be_those_of_their_kept_steps(level, log_ratio, exponents):
+    """Masks by kappa 3, 1 and 2 of 3 steps, D = 4; `all` takes the masked steps' L as well."""
+    drift = Drift(
+        matrix([0.5, 7.0, -0.75], [9.0, 0.25, -8.0], [3.0, 4.0, 5.0]),
+        matrix([0.0, 2.0, 0.5], [2.0, 0.0, 2.0], [2.0, 2.0, 2.0]),
+    )
+    chosen = asked(level=level, log_ratio=log_ratio, kappa_nats=1.0, steps="kept")
+    got = correct(drift, chosen, 4)
+    expected = matrix(*exponents).exp()[:, None].expand(3, 3)
+    torch.testing.assert_close(got.unmasked, expected, atol=0, rtol=1e-14)
+    torch.testing.assert_close(got.weight, expected * (drift.kappa <= 1))
+    of_all = correct(drift, replace(chosen, steps="all"), 4)
+    assert torch.equal(of_all.kept, got.kept) and (of_all.unmasked != got.unmasked).all()
+    assert torch.equal(of_all.unmasked, correct(Drift(drift.log_ratio), replace(chosen, kappa_nats=None), 4).unmasked)
+
+
+def test_tempering_of_kept_steps_ignores_the_masked_ones():
+    """Leaves one step of each sample, at L = 0 and 5, as the test of tempering by hand."""
+    drift = Drift(matrix([0.0, 40.0], [5.0, -40.0]), matrix([0.0, 9.0], [0.0, 9.0]))
+    got = correct(drift, asked(weights="tempered", level="trajectory", ess_target=0.8, kappa_nats=1.0, steps="kept"), 1)
+    assert got.gamma == pytest.approx(math.log(3) / 5, rel=1e-8)
+    torch.testing.assert_close(got.weight, matrix([1.0, 0.0], [3.0, 0.0]))
 
 
 @given(ONE_ROW_AT_A_TIME, st.integers(0, 1000))
@@ -391,7 +426,7 @@ def test_only_tempering_and_m2_need_the_whole_update():
 @pytest.mark.parametrize(
     ("drift", "chosen", "num_elements", "message"),
     [
-        (random_drift(0), {"mode": "bypass", "weights": "importance"}, 9, r"algorithm\.correction\.weights: .*twice"),
+        (random_drift(0), {"mode": "none", "weights": "importance"}, 9, r"algorithm\.correction\.weights: .*fresh"),
         (Drift(matrix([0.0])), {"mode": "decoupled", "kappa_nats": 0.5}, 9, r"kappa_nats needs drift\.kappa"),
         (random_drift(0), {"mode": "decoupled"}, 0, "num_elements must be >= 1, got 0"),
     ],
@@ -522,6 +557,11 @@ def test_a_combination_that_cannot_work_has_one_message_with_key_reason_and_reme
     (message,) = correction_problems(Correction(**wrong))
     with pytest.raises(ValueError, match=rf"^algorithm\.correction\.{key}: .*{reason}.*; use .*{instead}"):
         raise ValueError(message)
+
+
+def test_an_objective_without_a_ratio_takes_weights_and_every_mask_in_mode_bypass():
+    chosen = Correction(mode="bypass", weights="tempered", kappa_nats=0.5, m2=0.1, k1=(0.5, 2.0))
+    assert list(correction_problems(chosen, ratio=False)) == []
 
 
 def test_every_problem_is_reported():

@@ -223,6 +223,15 @@ def test_means_are_returned_only_where_a_gradient_reads_them(name, correction, m
     assert fields(name, f"algorithm.correction={correction}") == expected
 
 
+def test_a_clip_centred_on_the_drift_reads_the_means_of_the_ratios_denominator():
+    drift = "algorithm.clip_centre=drift"
+    found = [
+        "means" in fields("gspo", f"algorithm.correction={correction}", drift)
+        for correction in (BYPASS, "{}", "{mode: none}", "{mode: decoupled}", MASKED)
+    ]
+    assert found == [True, True, False, False, True]
+
+
 def test_fields_follow_the_automatic_correction_and_the_kind():
     assert "means" not in fields("flow_grpo", "staleness.max_updates=8"), "no decision of a run reads them"
     assert fields("awm", "rollout.sde=null") == ["conditioning", "final"]

@@ -1,5 +1,6 @@
 """Tests every objective on transitions against its formula, and what all have in common."""
 
+import math
 from dataclasses import fields, replace
 
 import pytest
@@ -11,6 +12,7 @@ from msgspec.structs import replace as changed
 
 from omni_async.algorithms.objectives.base import TransitionInputs
 from omni_async.algorithms.objectives.transition import (
+    clipped_log_ratios,
     clipped_surrogate,
     dance_grpo,
     flow_dppo,
@@ -18,12 +20,12 @@ from omni_async.algorithms.objectives.transition import (
     grpo_guard,
     gspo,
     log_ratios,
-    log_ratios_nats,
     mix_grpo,
     objective_output,
+    reinforce,
 )
 from omni_async.algorithms.registry import BUILT_IN, find_objective
-from omni_async.config.algorithm import Algorithm, Dppo, Guard, Mix
+from omni_async.config.algorithm import Algorithm, Correction, Dppo, Guard, Mix
 from omni_async.diffusion.sde.transitions import log_prob, take_step, transition
 
 SHAPE = (3, 4)
@@ -235,7 +237,7 @@ def test_inputs_that_do_not_fit_are_refused(change, message):
 
 
 def clipped(given, algorithm):
-    return clipped_surrogate(given, algorithm, log_ratios(given), log_ratios_nats(given))
+    return clipped_surrogate(given, algorithm, log_ratios(given), *clipped_log_ratios(given, algorithm))
 
 
 def test_tiny_clip_ranges_work_in_float32():
@@ -251,6 +253,7 @@ def test_tiny_clip_ranges_work_in_float32():
         (grpo_guard, "dance", {}, Algorithm(), "'flow' alone; got 'dance'"),
         (grpo_guard, "flow", {"old_mean": None}, Algorithm(), "grpo_guard needs old_mean"),
         (flow_dppo, "flow", {"old_mean": None}, Algorithm(), "flow_dppo needs old_mean"),
+        (gspo, "flow", {"old_mean": None}, Algorithm(clip_centre="drift"), "clip_centre drift needs old_mean"),
         (gspo, "flow", {"ref_mean": None}, Algorithm(kl_coef=0.7), r"kl_coef is 0\.7 but there is no ref_mean"),
     ],
 )
@@ -264,7 +267,182 @@ def test_a_clip_range_is_given_once_and_in_nats_only_where_the_log_ratio_is_one_
     with pytest.raises(ValueError, match=r"not both \(got 0.0001 and 0.5\)"):
         clipped(given, Algorithm(clip_range=1e-4, clip_range_nats=0.5))
     with pytest.raises(ValueError, match=r"clip_range_nats: the ratio of grpo_guard is rescaled.*use clip_range"):
-        clipped_surrogate(given, Algorithm(name="grpo_guard", clip_range_nats=0.5), log_ratios(given), None)
+        guard = Algorithm(name="grpo_guard", clip_range_nats=0.5)
+        clipped_surrogate(given, guard, log_ratios(given), log_ratios(given), None)
+
+
+PAIR = (0.01, 0.03)
+
+
+@kinds
+@pytest.mark.parametrize(("objective", "each"), [(flow_grpo, 1), (mix_grpo, 1), (gspo, 3)])
+def test_a_pair_clips_each_side_at_its_own_end(objective, each, kind):
+    """Compares with DAPO's surrogate, eq. 10, on both sides of 1."""
+    low, high = PAIR if kind == "flow" else (0.002, 0.006)
+    given = make_rows(kind, each=each, drift=0.5)
+    ratio = ratio_of(given, each)
+    out = objective(given, Algorithm(clip_range=(low, high)))
+    close(
+        out.loss,
+        -given.weight * torch.minimum(given.advantage * ratio, given.advantage * ratio.clamp(1 - low, 1 + high)),
+    )
+    for name, outside in (("clipped_low", ratio < 1 - low), ("clipped_high", ratio > 1 + high)):
+        assert torch.equal(out.metrics[name], outside.double())
+        assert 0 < outside.sum() < ROWS
+
+
+def test_equal_ends_are_the_scalar_to_the_bit_and_guard_takes_a_pair():
+    given = make_rows()
+    for key, objective in (("clip_range", flow_grpo), ("clip_range_nats", flow_grpo), ("clip_range", grpo_guard)):
+        one, pair = (objective(given, Algorithm(**{key: value})) for value in (0.1, (0.1, 0.1)))
+        assert torch.equal(one.loss, pair.loss)
+    sides = [grpo_guard(given, Algorithm(clip_range=one)).metrics for one in ((1e-3, 9.0), (9.0, 1e-3))]
+    assert [bool(m[name].any()) for m in sides for name in ("clipped_low", "clipped_high")] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+
+
+@kinds
+def test_a_pair_in_nats_bounds_both_sides_of_l(kind):
+    given = make_rows(kind, seed=3)
+    nats, A = given.nats_per_log_prob * (given.log_prob - given.old_log_prob), given.advantage
+    low, high = 0.1, 0.3
+    ratio = (nats.clamp(-low, high) / given.nats_per_log_prob).exp()
+    expected = torch.minimum(A * ratio_of(given), A * ratio)
+    out = flow_grpo(given, Algorithm(clip_range_nats=(low, high)))
+    close(out.loss, -given.weight * expected)
+    assert torch.equal(out.metrics["clipped_low"], (nats < -low).double())
+    assert torch.equal(out.metrics["clipped_high"], (nats > high).double())
+    assert ((nats > low) & (nats < high)).any() and (nats > high).any() and (nats < -low).any()
+
+
+def test_dual_clip_bounds_the_loss_of_bad_samples_at_c_times_the_advantage():
+    """Compares with arXiv 1912.09729: max(min(r A, clip(r) A), c A) where A < 0."""
+    ratios, advantages = [0.5, 1.0, 1.1, 2.9, 3.1, 20.0] * 2, [-2.0] * 6 + [2.0] * 6
+    given = inputs(ratios, advantages)
+    out = flow_grpo(given, Algorithm(clip_range=0.2, dual_clip=3.0))
+    r, A = torch.tensor(ratios, dtype=torch.float64), given.advantage
+    plain = torch.minimum(r * A, r.clamp(0.8, 1.2) * A)
+    close(out.loss, -torch.where(A < 0, torch.maximum(plain, 3 * A), plain))
+    assert out.metrics["dual_clipped"].tolist() == [0, 0, 0, 0, 1, 1] + [0] * 6
+    [gradient] = torch.autograd.grad(out.loss.sum(), given.log_prob)
+    assert (gradient != 0).tolist() == [False, True, True, True, False, False, True, True, True, False, False, False]
+    assert "dual_clipped" not in flow_grpo(given, Algorithm(clip_range=0.2)).metrics
+
+
+def test_dual_clip_in_nats_bounds_the_ratio_of_whole_samples():
+    """Takes ratios per element whose sixth powers are 2.9 and 3.1: the ratios of 6 elements."""
+    given = inputs([2.9 ** (1 / 6), 3.1 ** (1 / 6)] * 2, [-1.0, -1.0, 1.0, 1.0])
+    out = flow_grpo(given, Algorithm(clip_range_nats=9.0, dual_clip=3.0))
+    close(out.loss, [2.9 ** (1 / 6), 3.0 ** (1 / 6), -(2.9 ** (1 / 6)), -(3.1 ** (1 / 6))])
+    assert out.metrics["dual_clipped"].tolist() == [0, 1, 0, 0]
+
+
+def gaussian_steps(kappa_nats, rows=20_000, kind="flow"):
+    """Makes steps that the old policy took, whose mean has moved by this KL in nats, with A of both signs in turn."""
+    generator = torch.Generator().manual_seed(5)
+    noise = torch.randn(rows, D, generator=generator, dtype=torch.float64)
+    scale = torch.where(torch.arange(rows) % 4 < 2, 0.2, 0.05).double()
+    old_mean = torch.zeros(rows, D, dtype=torch.float64)
+    mean = torch.full((rows, D), (2 * kappa_nats / D) ** 0.5, dtype=torch.float64) * scale[:, None]
+    x = scale[:, None] * noise
+    return TransitionInputs(
+        log_prob=log_prob(kind, x, mean, scale).requires_grad_(),
+        old_log_prob=log_prob(kind, x, old_mean, scale),
+        advantage=torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(rows // 2),
+        mean=mean.requires_grad_(),
+        old_mean=old_mean,
+        std=scale,
+        scale=scale,
+        nats_per_log_prob=D / (2 * scale**2) if kind == "cps" else torch.full_like(scale, D),
+        ref_mean=None,
+        num_elements=D,
+        kind=kind,
+    )
+
+
+def normal_cdf(x):
+    return 0.5 * (1 + math.erf(x / math.sqrt(2)))
+
+
+@kinds
+def test_a_clip_centred_on_the_drift_takes_as_many_good_rows_as_bad_ones(kind):
+    """Compares with the tails of L ~ N(-D kappa, 2 D kappa) at D kappa = 1 beyond 1 nat."""
+    given = gaussian_steps(1.0, kind=kind)
+    good = given.advantage > 0
+    tails = {"zero": (1 - normal_cdf(2 / 2**0.5), normal_cdf(0)), "drift": (1 - normal_cdf(1 / 2**0.5),) * 2}
+    assert [round(tail, 2) for tail in (*tails["zero"], *tails["drift"])] == [0.08, 0.5, 0.24, 0.24]
+    for centre, (of_good, of_bad) in tails.items():
+        out = flow_grpo(given, Algorithm(clip_range_nats=1.0, clip_centre=centre))
+        [gradient] = torch.autograd.grad(out.loss.sum(), given.log_prob)
+        masked = (gradient == 0).double()
+        for rows, tail in ((good, of_good), (~good, of_bad)):
+            assert masked[rows].mean().item() == pytest.approx(tail, abs=4 * (tail * (1 - tail) / 10_000) ** 0.5)
+        free = gradient != 0
+        close(out.loss[free], (-given.advantage * ratio_of(given))[free])  # the ratio is not moved
+
+
+@pytest.mark.parametrize("kind", ["flow", "dance"])
+def test_the_centre_per_element_is_that_in_nats(kind):
+    """Takes ranges c and log(1 +- c) D, which hold the same rows."""
+    given = make_rows(kind, drift=0.5)
+    c = 0.02
+    pair = (-D * math.log(1 - c), D * math.log(1 + c))
+    one, nats = (
+        flow_grpo(given, Algorithm(clip_centre="drift", **{k: v}))
+        for k, v in (("clip_range", c), ("clip_range_nats", pair))
+    )
+    close(one.loss, nats.loss)
+    centred = log_ratios(given) + error(given.mean, given.old_mean) / (2 * given.scale**2)
+    assert torch.equal(one.metrics["clipped_high"], (centred.exp() > 1 + c).double())
+    plain = flow_grpo(given, Algorithm(clip_range=c)).metrics
+    assert any(not torch.equal(one.metrics[name], plain[name]) for name in ("clipped_low", "clipped_high"))
+
+
+KEPT = Correction(mode="decoupled", k3=1.0, steps="kept")
+
+
+@pytest.mark.parametrize("nats", [False, True])
+def test_gspo_over_kept_steps_takes_the_mean_over_the_steps_of_positive_weight(nats):
+    """Leaves 3, 2, 1 and 0 steps of a sample, and compares with gspo on the kept steps alone, a sample at a time."""
+    given = make_rows(rows=12, each=3, seed=2)
+    weight = torch.tensor([[1.0, 2.0, 0.5], [0.0, 1.5, 1.0], [0.0, 0.7, 0.0], [0.0, 0.0, 0.0]]).double()
+    given = replace(given, weight=weight.flatten())
+    clip = {"clip_range_nats": 0.1} if nats else {"clip_range": 0.01}
+    out = gspo(given, Algorithm(correction=KEPT, **clip))
+    [gradient] = torch.autograd.grad(out.loss.sum(), given.log_prob)
+    for sample, weights in enumerate(weight):
+        rows = [3 * sample + n for n in range(3) if weights[n] > 0]
+        if not rows:
+            assert not gradient[3 * sample :].any() and not out.loss[3 * sample :].any()
+            continue
+        values = {name: value[rows] for name, value in tensors(given).items()}
+        alone = replace(given, **values, steps_per_sample=len(rows))
+        leaf = alone.log_prob.requires_grad_()
+        expected = gspo(alone, Algorithm(**clip))
+        close(out.loss[rows], expected.loss)
+        close(gradient[rows], torch.autograd.grad(expected.loss.sum(), leaf)[0])
+        assert torch.equal(out.metrics["clipped_low"][rows], expected.metrics["clipped_low"])
+    whole = gspo(replace(given, weight=torch.ones(12).double()), Algorithm(correction=KEPT, **clip))
+    close(whole.loss, gspo(replace(given, weight=None), Algorithm(**clip)).loss, 1e-14)
+
+
+@kl_coefs
+def test_reinforce_is_the_weighted_score_and_flow_grpos_gradient_on_policy(kl_coef):
+    given = make_rows()
+    out = reinforce(given, Algorithm(kl_coef=kl_coef))
+    close(out.loss, -given.weight * given.advantage * given.log_prob + kl_coef * kl(given))
+    [gradient] = torch.autograd.grad(out.loss.sum(), given.log_prob, retain_graph=True)
+    close(gradient, -given.weight * given.advantage)
+    on_policy = replace(given, old_log_prob=given.log_prob.detach(), weight=None)
+    of_ppo, of_score = (
+        torch.autograd.grad(objective(on_policy, Algorithm()).loss.sum(), given.log_prob)[0]
+        for objective in (flow_grpo, reinforce)
+    )
+    close(of_score, of_ppo)
 
 
 @pytest.mark.parametrize(("form", "divisor"), [("published", 2 * 0.5**2), ("exact", 2 * 0.2**2), ("mean", 1.0)])
@@ -286,6 +464,11 @@ CASES = {
     "flow_dppo": Algorithm(name="flow_dppo", dppo=Dppo(kappa_max=0.01)),
     "gspo": Algorithm(name="gspo", clip_range=0.01),
     "gspo/nats": Algorithm(name="gspo", clip_range_nats=0.12),
+    "flow_grpo/pair": Algorithm(name="flow_grpo", clip_range=(0.02, 0.01)),
+    "flow_grpo/dual": Algorithm(name="flow_grpo", clip_range=0.02, dual_clip=1.03),
+    "gspo/centred": Algorithm(name="gspo", clip_range_nats=(0.12, 0.1), clip_centre="drift", dual_clip=1.2),
+    "gspo/kept": Algorithm(name="gspo", clip_range=0.01, correction=Correction(mode="decoupled", k3=1.0, steps="kept")),
+    "reinforce": Algorithm(name="reinforce"),
 }
 WITH_KL = sorted(CASES.keys() - {"dance_grpo"})
 
@@ -352,12 +535,8 @@ def test_float32_agrees_with_float64_on_both_sides_of_the_trust_region(case):
         assert (out.loss.shape, out.loss.dtype, out.loss.requires_grad) == ((24,), dtype, True)
         assert {"ratio_deviation", "approx_kl", "kl_ref"} <= out.metrics.keys()
         assert all((m.shape, m.dtype, m.requires_grad) == ((24,), dtype, False) for m in out.metrics.values())
-        beyond = (
-            out.metrics["dropped"]
-            if "dropped" in out.metrics
-            else out.metrics["clipped_low"] + out.metrics["clipped_high"]
-        )
-        assert 0 < beyond.sum() < len(beyond)
+        beyond = sum(out.metrics[name] for name in ("dropped", "clipped_low", "clipped_high") if name in out.metrics)
+        assert algorithm.name == "reinforce" or 0 < beyond.sum() < len(beyond)
         results.append((out.loss, *torch.autograd.grad(out.loss.sum(), leaves, materialize_grads=True)))
     for exact, single in zip(*results, strict=True):
         close(single.double(), exact, 1e-5)

@@ -6,6 +6,8 @@ DPO = ("algorithm.name=diffusion_dpo", "rollout.sde=null", "rollout.group_size=2
 OFFLINE = (*DPO, "data={preferences: pairs.parquet}", "reward={}")
 MIX = ("algorithm.name=mix_grpo", "rollout.sde.window.schedule=progressive")
 GUARD, DPPO = ("algorithm.name=grpo_guard",), ("algorithm.name=flow_dppo",)
+REINFORCE = ("algorithm.name=reinforce", "algorithm.correction={mode: bypass, weights: importance}")
+GSPO = ("algorithm.name=gspo",)
 DANCE = ("algorithm.name=dance_grpo", "rollout.sde.kind=dance")
 
 # Each has exactly this one thing wrong.
@@ -21,6 +23,55 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     ((*DPPO, "algorithm.clip_range_nats=1"), "set algorithm.dppo.kappa_max"),
     ((*DPPO, "algorithm.dppo={kappa_max_nats: 1, width: unit}"), "dppo.kappa_max_nats: with width unit ... variance 1"),
     ((*GUARD, "rollout.sde.kind=flow", "algorithm.clip_range_nats=1"), "clip_range_nats: grpo_guard ... has rescaled"),
+    ((*GUARD, "algorithm.clip_centre=drift"), "algorithm.clip_centre: grpo_guard centres its ratios ... remove it"),
+    ((*DPPO, "algorithm.clip_centre=drift"), "algorithm.clip_centre: flow_dppo drops rows by their KL"),
+    ((*DPPO, "algorithm.dual_clip=3"), "algorithm.dual_clip: flow_dppo drops rows by their KL"),
+    (
+        ("algorithm.clip_centre=drift", "algorithm.correction.mode=interpolated"),
+        "algorithm.correction.mode: algorithm.clip_centre: drift needs the mean ... use bypass or decoupled",
+    ),
+    # no ratio
+    ((*REINFORCE, "algorithm.clip_range=[0.2, 0.28]"), "algorithm.clip_range: reinforce has no ratio to clip ... cap"),
+    ((*REINFORCE, "algorithm.dual_clip=3"), "algorithm.dual_clip: reinforce has no ratio to clip; remove it"),
+    (
+        (*REINFORCE, "algorithm.correction.mode=decoupled"),
+        "correction.mode: the loss of reinforce has no ratio ... got",
+    ),
+    (REINFORCE[:1], "correction.mode: the loss of reinforce has no ratio ... auto may use none; use mode: bypass"),
+    (
+        (*REINFORCE, "algorithm.correction.weights=tempered", "trainer.steps_per_update=2"),
+        "trainer.steps_per_update: these weights are computed once ... use 1, or weights: importance ... got 2",
+    ),
+    # steps of a sample
+    (
+        (*GSPO, "algorithm.correction={mode: bypass, steps: kept}"),
+        "correction.steps: no rule masks steps ... steps: all",
+    ),
+    (
+        ("algorithm.correction={mode: bypass, k3: 1.0, steps: kept}",),
+        "correction.steps: neither the ratio of flow_grpo nor a weight ... use algorithm.name: gspo, level: trajectory",
+    ),
+    # forms of the advantage
+    (
+        (*NFT, "algorithm.advantage.form=reward_weighted"),
+        "advantage.form: diffusion_nft contrasts ... awm, got reward_",
+    ),
+    (
+        (*DPO, "algorithm.advantage.form=reward_weighted"),
+        "advantage.form: diffusion_dpo ... reads no advantage; remove",
+    ),
+    (
+        ("algorithm.advantage={form: reward_weighted, track_prompts: true}",),
+        "advantage.track_prompts: weights of form reward_weighted compare the samples of a group alone; remove it",
+    ),
+    (
+        ("algorithm.advantage={form: best_of_n, best: 8}", "rollout.group_size=8"),
+        "advantage.best: 8 of rollout.group_size = 8 samples is all of them",
+    ),
+    (
+        ("algorithm.advantage={form: best_of_n, best: 1}", "rollout.group_size=8"),
+        "advantage.clip_max: each of the best 1 of 8 samples has the weight 8, which clip_max = 5 would cut",
+    ),
     (("algorithm.name=mix_grpo",), "window.schedule: mix_grpo slides one window ... set random, progressive"),
     (("algorithm.name=dance_grpo",), "rollout.sde.kind: dance_grpo is ... 'dance', got 'flow' ... the same loss"),
     ((*DANCE, "algorithm.kl_coef=0.04"), "algorithm.kl_coef: dance_grpo has no KL term, got 0.04 ... loss with one"),
@@ -40,7 +91,9 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     ((*NFT, "algorithm.correction.mode=decoupled"), "correction: diffusion_nft has no ratio to the policy that made"),
     ((*AWM, "algorithm.correction.k1=[0.5, 2.0]"), "algorithm.correction: awm has no ratio to the policy that made a"),
     ((*NFT, "algorithm.clip_range=1e-4"), "algorithm.clip_range: diffusion_nft does not clip a ratio ... remove it"),
-    ((*NFT, "algorithm.clip_range_nats=1"), "algorithm.clip_range: diffusion_nft does not clip a ratio ... remove it"),
+    ((*NFT, "algorithm.clip_range_nats=1"), "algorithm.clip_range_nats: diffusion_nft does not clip ... remove it"),
+    ((*NFT, "algorithm.clip_centre=drift"), "algorithm.clip_centre: diffusion_nft does not clip ... remove it"),
+    ((*AWM, "algorithm.dual_clip=3"), "algorithm.dual_clip: awm does not clip ... remove it"),
     ((*AWM, "algorithm.clip_range=1e-4"), "does not clip a ratio ... algorithm.awm.clip_range is its own; remove it"),
     ((*AWM, "algorithm.awm.ema_coef=1"), "algorithm.awm.ema_coef: a pull to the moving average ... set trainer.ema"),
     ((*AWM, "algorithm.awm.ema_coef_end=0.3"), "awm.ema_coef: a pull to the moving average ... set trainer.ema"),
@@ -64,7 +117,18 @@ RIGHT: tuple[tuple[str, ...], ...] = (
     (*MIX, "algorithm.mix.log_ratio_coef=0.1", "algorithm.kl_coef=0.1"),
     GUARD,
     (*DPPO, "algorithm.correction.mode=decoupled", "rollout.sde.kind=cps"),
-    ("algorithm.name=gspo", "algorithm.correction.mode=interpolated"),
+    (*GSPO, "algorithm.correction.mode=interpolated"),
+    (*GSPO, "algorithm.correction={mode: bypass, k3: 1.0, steps: kept}", "algorithm.clip_range_nats=[0.2, 0.28]"),
+    ("algorithm.correction={mode: decoupled, weights: importance, level: trajectory, kappa_nats: 1, steps: kept}",),
+    ("algorithm.clip_range=[2e-4, 2.8e-4]", "algorithm.dual_clip=3", "algorithm.clip_centre=drift"),
+    (*GUARD, "algorithm.clip_range=[2e-6, 4e-6]", "algorithm.dual_clip=1.001"),
+    REINFORCE,
+    (REINFORCE[0], "algorithm.correction={mode: bypass, weights: tempered, kappa_nats: 0.5, m2: 0.04}"),
+    (*REINFORCE, "trainer.steps_per_update=2"),
+    (REINFORCE[0], "algorithm.correction={mode: none}"),
+    (REINFORCE[0], "staleness.max_updates=0"),
+    (*REINFORCE, "algorithm.advantage={form: reward_weighted, std: none, temperature: 0.1}"),
+    (*AWM, "algorithm.advantage={form: best_of_n, best: 2}", "rollout.group_size=8"),
     ("algorithm.correction={mode: decoupled, weights: tempered, kappa_nats: 0.5, m2: 0.04}",),
     ("algorithm.correction={mode: decoupled, weights: tempered, tempering: step, floor: 0.1, cap: null}",),
     ("algorithm.correction={mode: interpolated, interpolation: linear, k1: [0.5, 2], reject_level: {k1: max}}",),

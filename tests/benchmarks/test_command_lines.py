@@ -40,6 +40,8 @@ from omni_async.types import LedgerEntry, Prompt
         ("overlap_simulated nowhere", "no emulated recipe is called 'nowhere'"),
         ("overlap_simulated --seeds 0", "at least 1"),
         ("precision --updates 0", "--updates and --seeds: expected at least 1"),
+        ("shared_prefix --groups 0", "--groups: expected at least 1"),
+        ("shared_prefix --recipe nowhere.yaml", "nowhere.yaml: no such file"),
         ("stage_profile --out out --model tiny --repeats 1 --batches 0", "--batches"),
         ("stage_profile --out out --model tiny --repeats 1 --rest no_such", "no_such"),
         ("stage_profile --out out --model tiny --repeats 1 --pixels 40", "rollout.sampling.height"),
@@ -144,6 +146,13 @@ def test_arms_differ_in_admission_alone(job: str, arm: str) -> None:
     assert config.staleness.max_updates == (0 if arm == "synchronous" else budget)
     assert withholds(config) is (arm == "just_in_time")
     assert (config.run.seed, config.trainer.updates, config.run.runtime) == (3, 60, "ray")
+
+
+def test_a_shared_prefix_saves_steps(tmp_path: Path) -> None:
+    window = "rollout.num_inference_steps=4 'rollout.sde.window={size: 1, range: [2, 3]}'"
+    small = f"{window} rollout.group_size=2 'reward.scorers=[{{name: jpeg_size}}]' --groups 1"
+    results = results_of(f"shared_prefix {small}", tmp_path)
+    assert [record["steps"] for record in results["records"]] == [8, 8, 6] and results["difference"] < 1e-5
 
 
 def test_finished_cells_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ LEFT_OUT: dict[str, Any] = {"samples": 29, "asked": 30, "reasons": {"no face fou
 STATUS: dict[str, Any] = {
     "progress": {
         **{"update": 42, "updates": 100, "eta_s": 200.4, "reward": 0.4312, "images_per_s": 21.34, "grad_norm": 0.0141},
-        **{"staleness/mean": 1.24, "staleness/max": 2},
+        **{"staleness/mean": 1.24, "staleness/max": 2, "admission/reserve_s": 0.0, "admission/starved_s": 0.25},
         "validation": {"version": 40, "value": 0.52, "parts": {"ocr_exact": 0.5}, **LEFT_OUT},
         "told": {"at": 1_800_000_000.0, "text": "reward-0: ocr is down"},
     },
@@ -95,7 +95,7 @@ def test_the_status_is_a_table_for_people_and_json_for_programs(tmp_path, capsys
     learned = "reward 0.431 (mean of the last 5 updates), grad_norm 0.0141"
     assert lines[:6] == [
         "update 42/100, about 3 min 20 s left",
-        f"{learned}, staleness 1.2 updates on average, 2 at most, images/s 21.3",
+        f"{learned}, staleness 1.2 updates on average, 2 at most, reserve 0 s (trainer waited 0.25 s), images/s 21.3",
         "validation of version 40: reward 0.520, ocr_exact 0.500; 1 of 30 samples not scored: no face found",
         "groups: 9 admitted, 4 trained, 1 rejected, 2 dropped, 2 live",
         "1 of 9 groups was rejected: zero reward variance",

@@ -121,6 +121,11 @@ def test_wrong_paths(path: str, value: str) -> None:
         ("rollout.sampling.height=100", "~: expected int >= 16, multiple of 16, got 100"),
         ("trainer.optimizer.betas=[0.9, 1.0]", "~.1: expected float >= 0, < 1, got 1.0"),
         ("algorithm.correction.band=0.5", "~: expected list of 2 float > 0 or null, got 0.5"),
+        ("algorithm.clip_range=[0.2]", "~: expected float > 0 or list of 2 float > 0 or null, got [0.2]"),
+        ("algorithm.clip_range_nats=[0.2, 0.3, 0.4]", "~: expected float > 0 or list of 2 float > 0 or null, got [0.2"),
+        ("algorithm.clip_range=[0.2, -1]", "~.1: expected float > 0, got -1"),
+        ("algorithm.clip_range=-1", "~: expected float > 0 or list of 2 float > 0 or null, got -1"),
+        ("algorithm.dual_clip=1", "~: expected float > 1 or null, got 1"),
         ("schedule=asnyc", "one_step_off', 'async' or null, got 'asnyc'; did you mean 'async'?"),
         ("buffer.max_bytes=9GB", "str of a number from 1 on and KiB, MiB, GiB or TiB, like '8GiB' or null, got '9GB'"),
         # values above a bound are told the bound and its reason
@@ -241,6 +246,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
 EXACT = "staleness={max_updates: 3, exact: true}"
 OFFLINE = ["data={preferences: pairs.parquet}", "reward={}"]
 DIFFUSERS = ["rollout.engine=diffusers"]
+PREFIX = ["rollout.share_initial_noise=true", "rollout.share_prefix=true"]
 EMULATED = ["run.runtime=inprocess", "rollout.engine=emulated"]
 
 
@@ -250,6 +256,10 @@ EMULATED = ["run.runtime=inprocess", "rollout.engine=emulated"]
         (["rollout.sde.window.range=[3, 3]"], "rollout.sde.window.range: expected 0 <= lo < hi, got [3, 3]"),
         (["rollout.sde.window.size=6"], "rollout.sde.window.size: 6 steps do not fit into range [0, 5]"),
         (["rollout.num_inference_steps=5"], "hi may be at most num_inference_steps - 1 = 4, got 5"),
+        (["rollout={share_initial_noise: true, sde: null}"], "rollout.share_initial_noise: rollout.sde: null adds no"),
+        (["rollout.share_prefix=true"], "rollout.share_prefix: ... set rollout.share_initial_noise: true, or leave it"),
+        ([*PREFIX, "rollout.sde.window={size: 3, range: [0, 3]}"], "every window starts at step 0 ... range [0, 3]"),
+        ([*PREFIX, "rollout.engine=emulated"], "share_prefix: expected rollout.engine vllm_omni or diffusers, got emu"),
         (["staleness.max_updates=999", "trainer.groups_per_update=200"], "= 200000 groups may be ... at most 100000"),
         (["weights.publish_every=3", "staleness.max_updates=1"], "1 is smaller than weights.publish_every - 1 = 2"),
         (["weights.payload=lora"], "weights.payload: 'lora' needs model.lora; use 'full' or set model.lora.rank"),
@@ -305,6 +315,8 @@ def test_wrong_combinations(overrides: list[str], said: str) -> None:
         ["run.runtime=inprocess", "rollout.engine=diffusers", "rollout.compile=off"],
         ["rollout.sde=null", "rollout.num_inference_steps=2"],
         [EXACT, "buffer.groups=16"],
+        [*PREFIX, "rollout.sde.window={size: 3, range: [0, 4]}"],
+        [*PREFIX, "rollout.engine=emulated", "emulation.profile=p.json"],
         [*OFFLINE, "run.runtime=inprocess"],
         ["rollout.engine_args={vae_use_tiling: true}", "rollout.attention_backend=FLASH_ATTN", "rollout.compile=on"],
         ["algorithm.correction.band=[0.5, 2]", "algorithm.correction.cap=null"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import cycle
 from typing import Any
 
@@ -42,6 +43,7 @@ class Line:
     ) -> None:
         self.policy, self.leads_s, self.each_s, self.outage = policy, cycle(leads_s), each_s, outage
         self.collects = policy._collects
+        self.spare_s: Callable[[float], float] = lambda now: now  # of the reward workers
         self.now = 0.0
         self.waiting: list[tuple[Times, int]] = []  # a group and its version
         self.version = self.number = 0
@@ -69,7 +71,7 @@ class Line:
         for _ in range(updates):
             taken = 0
             while taken < P:
-                self.policy.asked(self.version, P - taken, (self.now, self.now), self.now)
+                self.policy.asked(self.version, P - taken, (self.now, self.spare_s(self.now)), self.now)
                 self.admit_until(self.now)
                 asked = self.now
                 self.admit_until(max(self.now, self.waiting[0][0].ready))
@@ -128,11 +130,23 @@ def test_a_reserve_is_admitted_that_much_earlier(reserve: int) -> None:
 def test_the_wait_for_withheld_groups_is_reported() -> None:
     policy = JustInTime(config(reserve=0), collects=False)
     line = Line(policy, 2.0, outage=(200.0, 230.0))
+    line.spare_s = lambda now: min(now, 200.0) + max(0.0, now - 230.0)  # they had time before the outage
     starved = 0.0
     for _ in range(100):
         line.train(1)
         starved += policy.pace.starved_s
     assert 25 < starved <= line.waited_s - 2.0, "not the wait for the first group, when nothing was withheld"
+
+
+def test_waits_are_no_price_where_samples_always_wait_for_another_stage() -> None:
+    """Another group would have waited for the reward workers too."""
+    policy = JustInTime(config(reserve=0), collects=False)
+    line = Line(policy, 2.0, outage=(200.0, 230.0))
+    line.spare_s = lambda now: 0.0
+    for _ in range(100):
+        line.train(1)
+        assert policy.pace.starved_s == 0
+    assert line.waited_s > 25
 
 
 @pytest.mark.parametrize(
@@ -208,20 +222,6 @@ def test_a_trainer_that_is_late_gets_no_more_groups_meanwhile() -> None:
     line.admit_until(line.now + 1000)
     assert line.number - before <= P
     assert policy.due(0, P, line.now) == math.inf
-
-
-def test_waits_are_no_price_where_another_stage_is_always_busy() -> None:
-    """Samples always wait for reward workers: another group would have waited there too."""
-    policy = JustInTime(config(), collects=False)
-    for version in range(10):
-        now = 10.0 * version
-        policy.asked(version, P, (now, 0.0), now)
-        for group in range(P):
-            policy.due(P, 0, now)
-            policy.taken(made(now - 2, now + 9), now + 9)
-            if group < P - 1:
-                policy.asked(version, P - 1 - group, (now, 0.0), now + 9)
-    assert policy.pace.starved_s == 0 and policy.pace.work_s == pytest.approx(1.0)
 
 
 def test_few_groups_are_admitted_before_anything_is_measured() -> None:

@@ -58,13 +58,14 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
         samples = [
             (g, derive("sample", config.run.seed, prompts[g].index, g, k)) for g in groups for k in range(r.group_size)
         ]
+        starts = {g: derive("initial", config.run.seed, prompts[g].index, g) for g in groups if r.share_initial_noise}
         text = {g: codec.encode(prompts[g], r.sampling) for g in groups}
         taken: list[list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]] = []
         rewards: list[float] = []
         for first in range(0, len(samples), r.max_batch):
             batch = samples[first : first + r.max_batch]
             steps: list[list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]] = [[] for _ in batch]
-            x = torch.stack([initial_noise(seed, shape) for _, seed in batch])
+            x = torch.stack([initial_noise(starts.get(g, seed), shape) for g, seed in batch])
             for i in range(r.num_inference_steps):
                 with torch.no_grad():
                     v = velocity(x, sigmas[i].expand(len(batch)), [text[g] for g, _ in batch])

@@ -96,6 +96,7 @@ LOOPS = {
     "several workers": ("rollout.workers=3", "rollout.max_inflight=2", "reward.workers=2", "staleness.max_updates=1"),
     "one update, large budget": ("trainer.updates=1", "trainer.groups_per_update=1", "staleness.max_updates=4"),
     "shared noise, guidance": ("rollout.share_initial_noise=true", "rollout.sampling.true_cfg_scale=2"),
+    "shared prefix": ("rollout.share_initial_noise=true", "rollout.share_prefix=true", "staleness.max_updates=2"),
     "bytes": ("buffer.max_bytes=256KiB", "staleness.max_updates=3"),
 }
 
@@ -180,6 +181,7 @@ OBJECTIVES = {
     "grpo_guard": ("algorithm.kl_coef=0.01", "algorithm.clip_range_nats=null"),
     "flow_dppo": ("algorithm.clip_range_nats=null",),
     "gspo": ("rollout.sde.kind=cps",),
+    "reinforce": ("algorithm.clip_range_nats=null", "algorithm.correction={mode: bypass, weights: importance}"),
     "diffusion_nft": (*_FORWARD, "algorithm.kl_coef=1e-4"),
     "awm": (*_FORWARD, "algorithm.awm={ema_coef: 0.1, ratio: sum_first}", "trainer.ema={every: 1}"),
     "diffusion_dpo": _FORWARD,

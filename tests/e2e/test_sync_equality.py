@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from omni_async.config import load
+from omni_async.control.seeds import draw_window
 from tests.e2e.sync_loop import train_synchronously
 from tests.support.job_world import Run, run, trained
 
@@ -47,6 +48,22 @@ def check_equal(made: Run, recipe: Path, overrides: tuple[str, ...], *, within: 
 )
 def test_staleness_zero_is_the_synchronous_loop_to_the_bit(recipe: Path, overrides: tuple[str, ...]) -> None:
     check_equal(run(recipe, *overrides), recipe, overrides, within=0.0)
+
+
+def test_a_shared_prefix_changes_no_bit(recipe: Path) -> None:
+    group = ("algorithm.advantage.std=group", "rollout.share_initial_noise=true", "rollout.max_batch=1")
+    overrides = (*group, "rollout.share_prefix=true")
+    made = run(recipe, *overrides)
+    check_equal(made, recipe, overrides, within=0.0)
+    c = load(recipe, overrides)
+    first, sde = c.trainer.groups_per_update, c.rollout.sde
+    assert sde is not None
+    for line in made.metrics:
+        groups = range((line["update"] - 1) * first, line["update"] * first)
+        starts = [draw_window(c.run.seed, group, sde.window.size, sde.window.range).start for group in groups]
+        share = sum(starts) * (1 - 1 / c.rollout.group_size) / (first * c.rollout.num_inference_steps)
+        assert line["prefix/shared"] == pytest.approx(share)
+    assert max(line["prefix/shared"] for line in made.metrics) > 0
 
 
 def test_a_staleness_budget_gives_other_weights(recipe: Path) -> None:

@@ -12,6 +12,7 @@ from tests.roles.actor_world import FINAL_LATENTS, GROUP_STD, STEPS, make_config
 KL = {"algorithm.kl_coef": 0.1}
 TEMPERED = {"algorithm.correction": {"mode": "decoupled", "weights": "tempered"}}
 TWO_STEPS = {"trainer.steps_per_update": 2}
+REINFORCE = {"algorithm.name": "reinforce", "algorithm.clip_range": None}
 OFF = {"trainer.streaming": "off"}
 MIX = {"algorithm.mix": {"log_ratio_coef": 0.1}}
 FORWARD = FINAL_LATENTS | {"algorithm.name": "diffusion_nft"}
@@ -45,6 +46,11 @@ def advantage(**settings: Any) -> dict[str, Any]:
         (advantage(std="group", track_prompts=True), "collect", "prompts are tracked across groups"),
         (advantage(aggregate="gdpo", std="group"), "collect", "GDPO whitens"),
         (advantage(aggregate="advantages"), "collect", "a global std of every scorer"),
+        (advantage(form="reward_weighted"), "collect", "in units of the global std"),
+        (advantage(form="reward_weighted", std="none"), "as_ready", "needs the group alone"),
+        (advantage(form="best_of_n"), "as_ready", "the best of a group"),
+        (advantage(form="best_of_n", aggregate="advantages"), "collect", "a global std of every scorer"),
+        (advantage(form="best_of_n", aggregate="gdpo"), "collect", "GDPO whitens"),
         (advantage(aggregate="advantages", std="group"), "as_ready", "needs the group alone"),
         (FORWARD, "collect", "does not scale with the advantage"),
         (FORWARD | GROUP_STD, "as_ready", "needs the group alone"),
@@ -79,6 +85,8 @@ def test_how_far_an_update_streams(changes, mode, reason):
         (correction(kappa_nats=0.5) | KL, True),
         (correction(kappa_nats=0.5, denominator="all") | KL, False),
         (correction(mode="bypass", k1=[0.5, 2.0]) | KL, True),
+        (REINFORCE | correction(mode="bypass", weights="importance"), False),
+        (REINFORCE | correction(mode="bypass", weights="tempered"), True),
     ],
 )
 def test_weights_come_first_where_they_need_all_rows(changes, weigh):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,13 @@ def test_the_automatic_correction_is_decided_once():
     for clip_range, decides in ((0.2, False), (1e-6, True)):  # another clip range decides again
         resumed = rule_of(**{"algorithm.clip_range": clip_range})
         resumed.restore(state)
+        assert (resumed.learn(mismatch(0.001, clipped=0.9)) is not None) == decides
+
+    pair = rule_of(**{"algorithm.clip_range": [0.1, 0.2]})
+    pair.learn(mismatch(0.001, clipped=0.04))
+    for ends, decides in (([0.1, 0.2], False), ([0.1, 0.3], True)):
+        resumed = rule_of(**{"algorithm.clip_range": ends})
+        resumed.restore(json.loads(json.dumps(pair.state())))
         assert (resumed.learn(mismatch(0.001, clipped=0.9)) is not None) == decides
 
 

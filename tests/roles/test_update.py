@@ -50,6 +50,26 @@ def test_an_unreadable_group_changes_nothing(changes):
     assert [rank.step_weights for rank in ranks] == [pytest.approx([0.5])] * 2
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"form": "best_of_n"}, [[0, 0, 0, 4.0], [4.0, 0, 0, 0]]),
+        ({"form": "reward_weighted", "std": "none", "temperature": 2.0}, None),
+        ({"form": "reward_weighted"}, None),
+    ],
+)
+def test_forms_of_the_advantage_stream_and_collect_alike(changes, expected):
+    rewards = [[1.0, 2.0, 3.0, 5.0], [0.5, 0.25, 0.0, -3.0]]
+    changes = {"algorithm.advantage": changes}
+    streamed, collected = account(rewards, **changes), account(rewards, **changes, **{"trainer.streaming": "off"})
+    if expected is None:
+        scale = 2.0 if "std" in changes["algorithm.advantage"] else torch.tensor(rewards).double().std().item() + 1e-4
+        expected = (4 * (torch.tensor(rewards).double() / scale).softmax(1)).tolist()
+    for rank in (streamed, collected):
+        assert rank.groups == [pytest.approx(group) for group in expected]
+    assert streamed.theta == pytest.approx(collected.theta)
+
+
 DPO = {**FINAL_LATENTS, "algorithm.name": "diffusion_dpo", "algorithm.dpo": {"beta": 20.0}}
 STD = torch.tensor(REWARDS, dtype=torch.float64).std().item()
 

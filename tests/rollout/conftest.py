@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from omni_async.diffusion.policy import Policy, modalities_of
 from omni_async.diffusion.sde.transitions import log_prob, log_prob_by_part, nats_per_log_prob, transition
 from omni_async.rollout.base import Trajectory
-from omni_async.types import SampleRequest, WeightManifest
+from omni_async.types import SampleRequest, SdeWindow, WeightManifest
 from tests.pipelines import families
 from tests.support.fakes import load_model
 from tests.support.packing import pack
@@ -38,6 +38,12 @@ def make_request(number: int = 0, **changes: Any) -> SampleRequest:
     chosen = {name: changes.pop(name) for name in QwenImageSampling.__struct_fields__ if name in changes}
     spec = QwenImageSampling(**(size | chosen))
     return families.make_request(spec, number, **({"num_inference_steps": 6} | changes))
+
+
+def shared_group(size: int, number: int = 0, start: int = 2, **changes: Any) -> list[SampleRequest]:
+    """Makes the requests of a group: one prompt, one initial noise and one window of two of six steps."""
+    common = {"prompt": make_request(number).prompt, "initial_seed": 77 + number, "window": SdeWindow(start, 2)}
+    return [make_request(100 * number + sample, **(common | changes)) for sample in range(size)]
 
 
 def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:

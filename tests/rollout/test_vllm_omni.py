@@ -25,6 +25,7 @@ from tests.rollout.conftest import (
     new_weights,
     parameters,
     publish,
+    shared_group,
     transformer_with,
 )
 from tests.rollout.vllm_server import RemoteEngine, running_engine
@@ -127,6 +128,27 @@ def test_adapters_are_swapped_between_steps(family, engine):
     [made] = engine("generate", [make_request()])
     assert made.versions.spans == ((2, 6),)
     assert_same(made, *reference(family, [make_request()], second), 1e-4)
+
+
+@pytest.mark.parametrize("how", ["step", "request"])
+@QWEN_IMAGE
+def test_a_group_shares_its_prefix(family, engine, batcher, how):
+    """Ten samples do not fit the batch of eight: the last two continue from the stored latents."""
+    running = engine if how == "step" else batcher
+    groups = [shared_group(4, number, start) for number, start in enumerate((3, 2))]
+    requests = [*groups[0], make_request(90), *groups[1], make_request(91)]
+    alone = running("generate", requests)
+    running("_call", "note_rows")
+    running("_call", "begin", 2**29, how == "request", True)
+    made = running("generate", requests)
+    steps = sum(running("_call", "noted_rows")["rows"])
+    assert steps == sum(6 - one.shared_steps for one in made) == 6 * 10 - 3 * 3 - 3 * 2
+    assert sorted(one.shared_steps for one in made) == [0] * 4 + [2] * 3 + [3] * 3
+    for one, other, expected in zip(alone, made, reference(family, requests), strict=True):
+        assert one.shared_steps == 0
+        assert_same(one, other, 1e-5)
+        assert_same(other, expected, 1e-4)
+    engine("_call", "begin", 2**29, how == "request", False)
 
 
 @QWEN_IMAGE

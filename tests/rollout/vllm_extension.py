@@ -27,6 +27,22 @@ class CountingExtension(RolloutWorkerExtension):
     def batches(self) -> dict[str, Any]:
         return {"samples": self.noted}
 
+    def note_rows(self) -> dict[str, Any]:
+        """Begins to note the rows of each velocity."""
+        pipeline = self.model_runner.pipeline
+        self.rows: list[int] = []
+        velocity = type(pipeline.policy).velocity
+
+        def noting(components: Any, latents: Any, *arguments: Any, **options: Any) -> Any:
+            self.rows.append(len(latents))
+            return velocity(pipeline.policy, components, latents, *arguments, **options)
+
+        pipeline.policy.velocity = noting
+        return {}
+
+    def noted_rows(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
     def graphs(self) -> dict[str, Any]:
         """Returns the number of graphs that torch has compiled in this process."""
         return {"graphs": counters["stats"]["unique_graphs"]}

@@ -63,6 +63,8 @@ class MadeRun:
             "reward": 0.5 + 0.1 * noise(),
             "staleness/mean": 1.0,
             "staleness/max": 2,
+            "admission/reserve_s": 0.5,
+            "admission/starved_s": 0.0,
             "images": groups * self.samples,
             "images_per_s": self.per_update * self.samples / self.period_s,
             "update_s": self.period_s,

@@ -199,6 +199,81 @@ def test_the_gradient_is_that_of_weighted_and_masked_rows_however_they_are_cut(c
     assert all(metrics[f"masked/{name}"] == masked.double().mean().item() > 0 for name, masked in found.masked.items())
 
 
+REINFORCE = {"name": "reinforce", "clip_range": None}
+
+
+@pytest.mark.parametrize(
+    ("size", "changes"), [(1, {}), (5, {"cap": None, "kappa_nats": 0.2}), (100, {"k1": (0.7, 1.6)})]
+)
+def test_reinforce_in_bypass_weighs_the_score_by_the_current_policys_ratio(size, changes):
+    """Takes the second optimizer step of an update, whose policy no pass at its start has seen."""
+    correction = {"mode": "bypass", "weights": "importance", "cap": 1.1, **changes}
+    engine, groups = world.moved(**REINFORCE, correction=correction, size=size, steps_per_update=2, lr=1e-3)
+    world.step_on(engine, groups[0])
+
+    def loss(steps: list[world.Step]) -> Tensor:
+        kept = [
+            s.kappa <= changes.get("kappa_nats", math.inf)
+            and changes.get("k1", (0, 0))[0] <= math.exp(s.nats) <= changes.get("k1", (0, math.inf))[1]
+            for s in steps
+        ]
+        weights = [
+            keep * min(math.exp(s.nats), correction["cap"] or math.inf) for s, keep in zip(steps, kept, strict=True)
+        ]
+        assert len(set(kept)) == 1 + bool({"kappa_nats", "k1"} & changes.keys()) and min(weights) != max(weights)
+        return sum(-w * s.advantage * s.log_prob for w, s in zip(weights, steps, strict=True)) / sum(kept)
+
+    world.assert_trains(engine, groups[1:], loss)
+
+
+def test_reinforce_without_weights_is_plain():
+    for mode in ("bypass", "none"):
+        engine, groups = world.moved(**REINFORCE, correction={"mode": mode})
+        metrics = world.assert_trains(engine, groups, lambda steps: [-s.advantage * s.log_prob for s in steps])
+        assert "weight/mean" not in metrics and (metrics["ratio_deviation"] > 0) == (mode == "bypass")
+
+
+@pytest.mark.parametrize(("mode", "lr", "rule"), [("bypass", 1e-3, 0.05), ("decoupled", 1e-2, 0.03)])
+@pytest.mark.parametrize("size", [2, 100])
+def test_gspo_over_kept_steps_with_a_clip_centred_on_the_drift(mode, lr, rule, size):
+    """Takes the second step of an update: the drift is that from the engines, or from the pass at its start."""
+    low, high = 0.02, 0.01
+    changes = {"name": "gspo", "clip_range": (low, high), "algorithm.clip_centre": "drift", "steps_per_update": 2}
+    engine, groups = world.moved(**changes, lr=lr, correction={"mode": mode, "k2": rule, "steps": "kept"}, size=size)
+    start = world.model_of(engine)
+    if mode == "decoupled":
+        for group in groups:
+            engine.recompute_proximal(group)
+    world.step_on(engine, groups[0])
+    outside: list[bool] = []
+
+    def loss(steps: list[world.Step]) -> Tensor:
+        olds = list(world.steps_of(start, engine.config, groups[1]))
+        judged = steps if mode == "bypass" else olds
+        total, kept_rows = torch.zeros((), dtype=torch.float64), 0
+        for first in range(0, len(steps), 2):
+            kept = [i for i in (first, first + 1) if judged[i].nats ** 2 / 2 <= rule]
+            if not kept:
+                continue
+            kept_rows += len(kept)
+            log_ratio, drift = torch.zeros((), dtype=torch.float64), 0.0
+            for i in kept:
+                s, old = steps[i], olds[i]
+                log_prob = s.recorded if mode == "bypass" else old.log_prob.item()
+                moved = (s.mean - old.mean).square().mean().item() / (2 * s.scale**2)
+                log_ratio = log_ratio + (s.log_prob - log_prob) / len(kept)
+                drift += (s.kappa / s.elements if mode == "bypass" else moved) / len(kept)
+            centred, A = math.exp(log_ratio.item() + drift), steps[first].advantage
+            outside.append((centred > 1 + high and A > 0) or (centred < 1 - low and A < 0))
+            if not outside[-1]:
+                total = total - len(kept) * A * log_ratio.exp()
+        assert kept_rows < len(steps)
+        return total / kept_rows
+
+    world.assert_trains(engine, groups[1:], loss, rtol=1e-4, atol=1e-6)
+    assert len(set(outside)) == 2
+
+
 def test_weights_given_by_the_update_replace_those_of_the_rows():
     engine, groups = world.moved(correction={**WEIGHTED, "kappa_nats": 0.2}, kl_coef=0.3, size=3)
     given = torch.tensor([0.5, 2.0, 0, 1.0, 0.25, 0, 3.0, 1.5, 1.0, 0.1, 0.2, 0.3, 0, 0, 0.7, 0.8])

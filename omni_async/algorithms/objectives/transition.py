@@ -12,9 +12,12 @@ hundred values that close to 1.
 | grpo_guard | arXiv 2510.22319 | log-ratios centred and rescaled to one width at every step         |
 | flow_dppo  | arXiv 2606.11025 | no clip: drops rows that drifted too far and would drift further   |
 | gspo       | arXiv 2507.18071 | one ratio per sample, the geometric mean over its denoising steps  |
+| reinforce  | Williams (1992)  | no ratio in the gradient: the log-prob times A and a weight        |
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -41,60 +44,109 @@ def log_ratios_nats(inputs: TransitionInputs) -> Tensor:
     return inputs.nats_per_log_prob.detach().to(torch.float64) * log_ratios(inputs).detach()
 
 
+def clipped_log_ratios(inputs: TransitionInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    """Return what the clip compares with its range, per latent element and in nats; (R,) float64 without gradient.
+
+    clip_centre `zero`: the log-ratio and L. `drift`: both plus the KL of the step, D kappa in nats, with kappa =
+    <(mean - old_mean)^2> / (2 scale^2). L ~ N(-D kappa, 2 D kappa) under the old policy, so L + D kappa has mean 0 and
+    the clip takes equally many rows on both sides (GRPO-Guard, arXiv 2510.22319, removes the same bias per element).
+
+    Raises:
+        ValueError: `drift` without old_mean."""
+    log_ratio, nats = log_ratios(inputs).detach(), log_ratios_nats(inputs)
+    if algorithm.clip_centre == "zero":
+        return log_ratio, nats
+    if inputs.old_mean is None:
+        raise ValueError("clip_centre drift needs old_mean, the means of the policy that old_log_prob belongs to")
+    kappa = mean_square_difference(inputs.mean.detach(), inputs.old_mean) / (
+        2 * inputs.scale.detach().double().square()
+    )
+    drift = inputs.num_elements * kappa
+    return log_ratio + drift / inputs.nats_per_log_prob.detach().double(), nats + drift
+
+
 def mean_square_difference(mean: Tensor, other: Tensor) -> Tensor:
     """Return (R,) float64: <(mean - other)^2> of two (R, ...), the mean over all axes except rows; `other` is data."""
     return (mean - other.detach()).square().flatten(1).mean(dim=1, dtype=torch.float64)
 
 
 def clipped_surrogate(
-    inputs: TransitionInputs, algorithm: Algorithm, log_ratio: Tensor, nats: Tensor | None
+    inputs: TransitionInputs, algorithm: Algorithm, log_ratio: Tensor, measured: Tensor, nats: Tensor | None
 ) -> tuple[Tensor, Metrics]:
     """Return per row max(-A r, -A clip(r)) with r = exp(log_ratio), and the metrics of r. All (R,) float64.
 
-    With clip_range c (1e-4 if neither is given) the ratio is clipped to [1 - c, 1 + c]. With clip_range_nats c it is
-    clipped to |nats| = c: log_ratio of a row outside is scaled back by c / |nats|. Such a row has no gradient if A
-    pushes it further out.
+    With clip_range c (1e-4 if neither is given) exp(measured) is clipped to [1 - c, 1 + c], with clip_range_nats c
+    `nats` to [-c, c]; a pair (low, high) is [1 - low, 1 + high] and [-low, high] (DAPO, arXiv 2503.14476, eq. 10). A
+    row outside has no gradient if A pushes it further out, and the end of the range in place of r.
 
-    Metrics: ratio_deviation |r - 1|; clipped_low, clipped_high: 1 for rows whose r is outside, whether or not the clip
-    removes the gradient, as in flow_grpo.
+    dual_clip c bounds the loss of a row with A < 0 at c |A|: a row whose exp(measured), or exp(nats) with
+    clip_range_nats, exceeds c has no gradient, and that bound in place of r (dual-clip PPO, arXiv 1912.09729).
+
+    Metrics: ratio_deviation |r - 1|; clipped_low, clipped_high: 1 for rows that are outside, whether or not the clip
+    removes the gradient, as in flow_grpo; with dual_clip dual_clipped: 1 for rows whose loss it bounds.
 
     Args:
         inputs: read for the advantage A.
-        algorithm: read for the clip range.
+        algorithm: read for the clip ranges.
         log_ratio: (R,) float64, with gradient.
-        nats: (R,) float64, the log-ratio of the whole sample for log_ratio; None if it is undefined.
+        measured: (R,) float64, the log-ratio that is compared with clip_range: `clipped_log_ratios`.
+        nats: (R,) float64, the same in nats of the whole sample; None if it is undefined.
 
     Raises:
         ValueError: clip_range_nats together with clip_range, or without `nats`."""
     advantage = inputs.advantage.detach().to(torch.float64)
     ratio = log_ratio.exp()
     if algorithm.clip_range_nats is None:
-        clip = _PUBLISHED_CLIP_RANGE if algorithm.clip_range is None else algorithm.clip_range
-        low, high = ratio < 1 - clip, ratio > 1 + clip
-        bound = ratio.detach().clamp(1 - clip, 1 + clip)
+        below, above = _ends(_PUBLISHED_CLIP_RANGE if algorithm.clip_range is None else algorithm.clip_range)
+        compared = measured.exp()
+        low, high = compared < 1 - below, compared > 1 + above
+        bound = compared.clamp(1 - below, 1 + above)
     else:
-        low, high, bound = _clip_in_nats(algorithm, algorithm.clip_range_nats, log_ratio.detach(), nats)
+        below, above = _ends(algorithm.clip_range_nats)
+        compared = _in_nats(algorithm, nats)
+        low, high = compared < -below, compared > above
+        bound = torch.where(low, _at_end(measured, compared, below), _at_end(measured, compared, above))
     held = (high & (advantage > 0)) | (low & (advantage < 0))
     loss = -advantage * torch.where(held, bound, ratio)
-    return loss, {
+    metrics = {
         "ratio_deviation": log_ratio.expm1().abs(),
         "clipped_low": low.to(torch.float64),
         "clipped_high": high.to(torch.float64),
     }
+    if algorithm.dual_clip is not None:
+        most = math.log(algorithm.dual_clip)
+        if algorithm.clip_range_nats is None:
+            beyond, bound = measured > most, torch.full_like(measured, algorithm.dual_clip)
+        else:
+            beyond, bound = compared > most, _at_end(measured, compared, most)
+        beyond = beyond & (advantage < 0)
+        loss = torch.where(beyond, -advantage * bound, loss)
+        metrics["dual_clipped"] = beyond.to(torch.float64)
+    return loss, metrics
 
 
-def _clip_in_nats(
-    algorithm: Algorithm, clip: float, log_ratio: Tensor, nats: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows below and above the clip range in nats, and the ratios of clipped rows."""
+def _ends(clip: float | tuple[float, ...]) -> tuple[float, float]:
+    """Return (low, high) of a clip range, both > 0."""
+    low, high = clip if isinstance(clip, tuple) else (clip, clip)
+    return low, high
+
+
+def _in_nats(algorithm: Algorithm, nats: Tensor | None) -> Tensor:
     if algorithm.clip_range is not None:
-        raise ValueError(f"give clip_range or clip_range_nats, not both (got {algorithm.clip_range} and {clip})")
+        raise ValueError(
+            f"give clip_range or clip_range_nats, not both (got {algorithm.clip_range} and {algorithm.clip_range_nats})"
+        )
     if nats is None:
         raise ValueError(
             f"algorithm.clip_range_nats: the ratio of {algorithm.name} is rescaled, so no bound on it is one in nats;"
             " use clip_range"
         )
-    return nats < -clip, nats > clip, (log_ratio * (clip / nats.abs().clamp(min=clip))).exp()
+    return nats
+
+
+def _at_end(measured: Tensor, nats: Tensor, end: float) -> Tensor:
+    """Return (R,), exp(measured) where |nats| <= end; elsewhere its value at |nats| = end, on the same side of 1."""
+    return (measured * (end / nats.abs().clamp(min=end))).exp()
 
 
 def reference_kl(inputs: TransitionInputs, ref_mean: Tensor, algorithm: Algorithm) -> Tensor:
@@ -148,12 +200,13 @@ def objective_output(
 def flow_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
     """Compute per row w max(-A r, -A clip(r, 1 - c, 1 + c)) + kl_coef KL, with r = exp(log_prob - old_log_prob).
 
-    c is clip_range; clip_range_nats bounds L = D log r instead (for "cps" D log r / (2 S^2)). w is the weight, 1 if
-    there is no correction. KL: `reference_kl`. Raises ValueError for kl_coef > 0 without ref_mean.
+    c is clip_range; clip_range_nats bounds L = D log r instead (for "cps" D log r / (2 S^2)). Two-sided ranges and
+    dual_clip: `clipped_surrogate`; clip_centre: `clipped_log_ratios`. w is the weight, 1 if there is no correction. KL:
+    `reference_kl`. Raises ValueError for kl_coef > 0 without ref_mean, and for clip_centre drift without old_mean.
 
-    Metrics: ratio_deviation |r - 1|; clipped_low, clipped_high: 1 if r is outside 1 +- c; approx_kl (log r)^2 / 2; with
-    ref_mean kl_ref."""
-    loss, metrics = clipped_surrogate(inputs, algorithm, log_ratios(inputs), log_ratios_nats(inputs))
+    Metrics: ratio_deviation |r - 1|; clipped_low, clipped_high: 1 if r is outside 1 +- c; with dual_clip dual_clipped;
+    approx_kl (log r)^2 / 2; with ref_mean kl_ref."""
+    loss, metrics = clipped_surrogate(inputs, algorithm, log_ratios(inputs), *clipped_log_ratios(inputs, algorithm))
     return objective_output(inputs, algorithm, loss, metrics)
 
 
@@ -174,7 +227,7 @@ def mix_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
     old_log_prob, from the sampled log-ratio alone. w does not multiply it. Errors and metrics are as in `flow_grpo`;
     approx_kl is the middle term without its coefficient."""
     log_ratio = log_ratios(inputs)
-    loss, metrics = clipped_surrogate(inputs, algorithm, log_ratio, log_ratios_nats(inputs))
+    loss, metrics = clipped_surrogate(inputs, algorithm, log_ratio, *clipped_log_ratios(inputs, algorithm))
     coef = algorithm.mix.log_ratio_coef
     return objective_output(inputs, algorithm, loss, metrics, 0.5 * coef * log_ratio.square() if coef > 0 else None)
 
@@ -210,7 +263,8 @@ def grpo_guard(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutpu
         std, root_h = std.mean(), root_h.mean()
     width = root_h * std
     bias = mean_square_difference(inputs.mean, inputs.old_mean) / (2 * width.square())
-    loss, metrics = clipped_surrogate(inputs, algorithm, (log_ratios(inputs) + bias) * width, nats=None)
+    log_ratio = (log_ratios(inputs) + bias) * width
+    loss, metrics = clipped_surrogate(inputs, algorithm, log_ratio, log_ratio.detach(), nats=None)
     if algorithm.guard.divide:
         loss = loss / root_h.square()
     return objective_output(inputs, algorithm, loss, {**metrics, "guard_bias": bias})
@@ -250,14 +304,36 @@ def gspo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
     carries the whole sample's surrogate: the mean over rows is the mean over samples, in value and gradient. A row's
     weight w multiplies its own copy, so a trajectory's weight is set on all rows of the sample. The KL is each row's
     own, as in `flow_grpo`. c bounds the average step, clip_range_nats the mean over steps of L. GSPO's own c (3e-4) is
-    for tokens: here it is of order 1 / D, as in `flow_grpo`.
+    for tokens: here it is of order 1 / D, as in `flow_grpo`. With correction.steps "kept" all means are over the steps
+    of weight > 0, which VeRL's rejection masks leave; s = 1 without such steps.
 
-    Raises ValueError for kl_coef > 0 without ref_mean. Metrics: as in `flow_grpo`, with ratio_deviation and clipped_*
-    of s, repeated on the sample's rows, and approx_kl of each row's own log-ratio."""
+    Raises ValueError as `flow_grpo`. Metrics: as in `flow_grpo`, with ratio_deviation and clipped_* of s, repeated on
+    the sample's rows, and approx_kl of each row's own log-ratio."""
+    kept = None
+    if algorithm.correction.steps == "kept" and inputs.weight is not None:
+        kept = (inputs.weight > 0).unflatten(0, (-1, inputs.steps_per_sample))
 
     def mean_over_steps(rows: Tensor) -> Tensor:
-        return rows.unflatten(0, (-1, inputs.steps_per_sample)).mean(dim=1).repeat_interleave(inputs.steps_per_sample)
+        steps = rows.unflatten(0, (-1, inputs.steps_per_sample))
+        if kept is None:
+            mean = steps.mean(dim=1)
+        else:
+            mean = torch.where(kept, steps, 0.0).sum(dim=1) / kept.sum(dim=1).clamp(min=1)
+        return mean.repeat_interleave(inputs.steps_per_sample)
 
-    nats = mean_over_steps(log_ratios_nats(inputs))
-    loss, metrics = clipped_surrogate(inputs, algorithm, mean_over_steps(log_ratios(inputs)), nats)
+    measured, nats = map(mean_over_steps, clipped_log_ratios(inputs, algorithm))
+    loss, metrics = clipped_surrogate(inputs, algorithm, mean_over_steps(log_ratios(inputs)), measured, nats)
     return objective_output(inputs, algorithm, loss, metrics)
+
+
+def reinforce(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
+    """Compute per row -w A log_prob + kl_coef KL: REINFORCE (Williams, 1992), with the off-policy weight w as data.
+
+    In mode `bypass` w is the importance weight of the current policy to the policy that took the step, truncated at
+    correction.cap (TIS); VeRL calls this bypass with its policy-gradient loss. Without weights w is 1. At w = 1 the
+    gradient is that of `flow_grpo` at r = 1, so learning rates carry over. KL as in `flow_grpo`.
+
+    Raises ValueError for kl_coef > 0 without ref_mean. Metrics: ratio_deviation |r - 1| and approx_kl (log r)^2 / 2 of
+    the ratio r to old_log_prob, which the loss does not contain; with ref_mean kl_ref."""
+    loss = -inputs.advantage.detach().to(torch.float64) * inputs.log_prob.to(torch.float64)
+    return objective_output(inputs, algorithm, loss, {"ratio_deviation": log_ratios(inputs).expm1().abs()})

@@ -30,7 +30,7 @@ correction:
   sync_colocated  the same, with every stage on all devices in turn
   async_reward    samples are scored while others are generated
   one_step_off    the next update's samples are generated while one is trained
-  async:S         nothing waits until samples are S updates old
+  async:S         all stages overlap; samples are at most S updates old
 
 A recipe with `emulation` replays a profile on emulated devices (--profile replaces it, or adds it to any recipe); any
 other recipe really generates and trains. Arms that a recipe rules out are skipped, with the reason. Step times leave

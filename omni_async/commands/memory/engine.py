@@ -15,6 +15,7 @@ from omni_async.config import Config
 from omni_async.config.section import bytes_of
 from omni_async.diffusion.components import compute_velocity
 from omni_async.diffusion.policy import BuildsEmpty, Foreseeable, Policy
+from omni_async.rollout.prefixes import MOST_BYTES
 from omni_async.worker import READER, ROLLOUT
 
 
@@ -74,7 +75,7 @@ def estimate_engine(config: Config, measured: MeasuredEngine, context: int) -> A
         role=ROLLOUT,
         workers=rollout.workers,
         weights=weights,
-        states=bytes_of(rollout.conditioning_cache),
+        states=bytes_of(rollout.conditioning_cache) + (MOST_BYTES if rollout.share_prefix else 0),
         activations=activations,
         decode=measured.decode,
         context=context,

@@ -77,7 +77,7 @@ def _reserve(one: Shown) -> str:
         [seconds for line in one.run.updates if (seconds := finite(line.get(f"admission/{name}"))) is not None]
         for name in ("reserve_s", "starved_s")
     )
-    if not any(reserves):
+    if not any(reserves) and not any(starved):
         return ""
     return (
         f"Groups were admitted just in time with a reserve of {median(reserves):.3g} s (median); at most"

@@ -34,6 +34,7 @@ _OBJECTIVES: dict[str, Tree] = {
     "flow_dppo": {"algorithm.dppo.kappa_max_nats": 1.0},
     "diffusion_nft": {"algorithm.kl_coef": 1e-4},
     "gspo": {"algorithm.clip_range_nats": 0.3},
+    "reinforce": {"algorithm.correction.mode": "bypass", "algorithm.correction.weights": "tempered"},
 }
 REASONS = {
     "run.startup_timeout_s": "a large checkpoint takes minutes to load",
@@ -50,12 +51,13 @@ REASONS = {
     "rollout.sde.window.range": "the early steps decide what is drawn",
     "reward.workers": "a worker scores on a CPU core, or on its device if placement.reward has one",
     "reward.timeout_s": "a judge answers in seconds, more when many ask",
-    "staleness.max_updates": "2 keeps all roles busy in most runs, and hardly ever loses quality (docs/tuning.md); 0 if"
-    " the roles take turns on one device",
+    "staleness.max_updates": "a cap: samples are as old as the slowest stage requires (docs/choose.md); 0 if the roles"
+    " take turns on one device",
     "buffer.trajectories": "twice what the engines hold, so that slow scores do not stop them",
     "buffer.groups": "(S + 1) x groups_per_update: never what others wait for",
     "weights.payload": "the base never changes",
     "algorithm.clip_range": "as published",
+    "algorithm.correction.weights": "the loss has no ratio, so weights correct for stale samples",
     "algorithm.clip_range_nats": "from the published recipes, at 512x512",
     "trainer.micro_batch_size": "it decides on memory alone",
     "trainer.gradient_checkpointing": "a third more time, a fraction of the memory",

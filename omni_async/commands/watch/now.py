@@ -119,9 +119,11 @@ def _facts(follower: Follower, status: RunStatus, answer: Mapping[str, Any] | No
             )
         )
     if (age := last.get("staleness/mean")) is not None:
-        items.append(
-            _fact("Staleness", f"{age:.2g}", f"{last.get('staleness/max', 0):.0f} at most, in the last update")
-        )
+        detail = f"{last.get('staleness/max', 0):.0f} at most, in the last update"
+        reserve, starved = (last.get(f"admission/{name}", 0.0) for name in ("reserve_s", "starved_s"))
+        if reserve or starved:
+            detail += f"; reserve {reserve:.3g} s, the trainer waited {starved:.3g} s"
+        items.append(_fact("Staleness", f"{age:.2g}", detail))
     groups = (answer or {}).get("conservation") or _counted(follower, last)
     if groups:
         counted = ", ".join(f"{groups[name]} {name}" for name in _GROUPS[1:] if name in groups)

@@ -232,6 +232,20 @@ def idle_devices(seen: Seen) -> Alert | None:
     )
 
 
+def withheld(seen: Seen) -> Alert | None:
+    """Report a trainer that waits for groups that admission withheld."""
+    starved, update = seen.level("admission/starved_s"), seen.level("update_s")
+    if starved is None or update is None or starved <= 0.05 * update:
+        return None
+    return Alert(
+        "withheld",
+        "note",
+        f"The trainer waits {starved:.3g} s of {update:.3g} s per update for groups that were admitted too late.",
+        "Set a larger staleness.reserve, in groups: samples become older, and the trainer waits less.",
+        "how-it-works.md#admission-just-in-time",
+    )
+
+
 def no_progress(seen: Seen) -> Alert | None:
     """Report a run that is running but makes no updates."""
     if seen.status != "running" or len(seen.updates) < 3:
@@ -368,6 +382,7 @@ CHECKS: tuple[Callable[[Seen], Alert | None], ...] = (
     not_scored,
     dropped,
     starved_trainer,
+    withheld,
     idle_devices,
 )
 

@@ -129,6 +129,13 @@ _LEARNING = (
     ),
     Metric("clipped_high", Group.LEARNING, "rows above it", "fraction", source="objective"),
     Metric("clip_fraction", Group.LEARNING, "rows outside it", "fraction", source="objective"),
+    Metric(
+        "dual_clipped",
+        Group.LEARNING,
+        "rows with a negative advantage whose loss `algorithm.dual_clip` bounds",
+        "fraction",
+        source="objective",
+    ),
     Metric("approx_kl", Group.LEARNING, "mean of (log ratio)² / 2", source="objective"),
     Metric(
         "kl_ref",
@@ -331,6 +338,14 @@ _THROUGHPUT = (
         Group.THROUGHPUT,
         "share of samples drawn since then (of their calls, where they have several) whose prompt was encoded before"
         " (`rollout.conditioning_cache`)",
+        "fraction",
+        "up",
+    ),
+    Metric(
+        "prefix/shared",
+        Group.THROUGHPUT,
+        "share of the denoising steps of training samples generated since then that another sample took for them"
+        " (`rollout.share_prefix`)",
         "fraction",
         "up",
     ),

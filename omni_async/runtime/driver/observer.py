@@ -231,6 +231,7 @@ class Observer:
             "images_per_s": rate,
             "encoder/calls": data["encoded"],
             **({"encoder/hits": 1 - data["encoded"] / data["drawn"]} if data["drawn"] else {}),
+            **self._shared(data),
             "score_cache/hits": data["cached"],
             **_of_scorers(data["scorers"]),
             "admission/lead_s": data["admission"].lead_s,
@@ -252,6 +253,11 @@ class Observer:
         if (warning := self._gradients.take(version, data["metrics"])) is not None:
             self._console.note(warning)
         self._show(version, numbers, data, busy)
+
+    def _shared(self, data: dict[str, Any]) -> dict[str, float]:
+        if not self._config.rollout.share_prefix or not data["steps"]:
+            return {}
+        return {"prefix/shared": data["shared_steps"] / data["steps"]}
 
     def _counted(self, data: dict[str, Any]) -> None:
         self.made += 1

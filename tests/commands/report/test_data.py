@@ -46,14 +46,16 @@ def entry(group: int, version: int, reward: float, staleness: int = 0) -> Ledger
     return LedgerEntry("made", group, 0, "trained", None, 0, version, staleness, (0, 0), 1, reward)
 
 
-def written(folder: Path, rewards: list[float], seed: int = 0, validation: dict[int, float] | None = None) -> Path:
-    """Writes the folder of a killed run with these rewards of its updates, two groups each."""
+def written(
+    folder: Path, rewards: list[float], seed: int = 0, validation: dict[int, float] | None = None, **numbers: float
+) -> Path:
+    """Writes the folder of a killed run with these rewards of its updates, two groups each, and numbers of each."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(f"run: {{name: made, seed: {seed}}}\ntrainer: {{updates: 40}}\n")
     run = RunDirectory(folder)
     for version, reward in enumerate(rewards, start=1):
         line = {"update": version, "reward": reward, "images": 8 * version, "wall_s": 60.0 * version, "finished": 1e9}
-        append_jsonl(run.metrics, line)
+        append_jsonl(run.metrics, line | numbers)
         for half in (0, 1):
             append_jsonl(run.ledger, entry(2 * version + half, version, reward + 0.01 * half, staleness=half))
     for version, reward in (validation or {}).items():
@@ -92,6 +94,21 @@ def test_staleness_is_the_share_of_each_update_s_groups_in_the_ledger(emulated):
         age = int(one["name"].removeprefix("staleness "))
         expected = [counts[update, age] / 8 for update in range(1, 13)]
         assert one["y"] == pytest.approx(expected), one["name"]
+
+
+@pytest.mark.parametrize(
+    ("reserve_s", "starved_s", "said"),
+    [
+        (3.0, 0.25, "with a reserve of 3 s (median); at most 1 s of the trainer's waits in all are its price."),
+        (0.0, 0.25, "with a reserve of 0 s (median); at most 1 s of the trainer's waits in all are its price."),
+        (0.0, 0.0, "the budget S is None."),
+    ],
+)
+def test_staleness_is_shown_with_the_reserve_and_its_price(tmp_path, reserve_s, starved_s, said):
+    numbers = {"admission/reserve_s": reserve_s, "admission/starved_s": starved_s}
+    shown = texts(section("staleness", written(tmp_path / "run", [0.5] * 4, **numbers)))
+    assert "0.50 updates on average, 1 at most; the budget S is " in shown
+    assert shown.endswith(said)
 
 
 def test_shares_over_all_of_the_time_are_those_of_the_summary_s_function(emulated):

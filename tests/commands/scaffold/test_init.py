@@ -119,7 +119,7 @@ def test_a_commented_recipe_and_the_next_commands_are_shown(workplace, capsys):
     there = [path for path in texts if holds(tree, *path.split("."))]
     assert tree["run"]["name"] == "my-recipe" and len(there) > 40
     assert all(texts[path] in comments for path in there)
-    assert "Here: 2 keeps all roles busy" in comments
+    assert "Here: a cap: samples are as old" in comments
 
 
 def holds(tree: Any, *path: str) -> bool:

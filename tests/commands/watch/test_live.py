@@ -76,6 +76,8 @@ async def test_a_run_that_goes_on_is_told_as_it_goes_and_one_that_died_too(tmp_p
         async with RunningJob(tmp_path).answering(), news(page) as messages:
             first = await until(messages, lambda one: status(one) == "running" and "Reward" in facts(one))
             assert facts(first)["Update"] == "4 of 100"
+            measured = await until(messages, lambda one: "Staleness" in facts(one))
+            assert "2 at most, in the last update; reserve 0.5 s, the trainer waited 0 s" in str(now(measured))
             meters = next(block for block in now(first)["blocks"] if block["kind"] == "meters")
             assert [(one["label"], one["taken"], one["of"]) for one in meters["items"]] == [
                 ("slots", 8, 12), ("trajectories", 60, 96), ("bytes", 2_000_000, None),

@@ -167,6 +167,7 @@ for name, fires, silent in [
     ("clipped", {"clip_fraction": 0.8}, {"clip_fraction": 0.2}),
     ("starved_trainer", {"busy/trainer": 0.2, "busy/rollout": 0.97}, {"busy/trainer": 0.8, "busy/rollout": 0.97}),
     ("starved_trainer", {"busy/trainer": 0.2, "busy/reward": 0.97}, {"busy/trainer": 0.2, "busy/rollout": 0.6}),
+    ("withheld", {"admission/starved_s": 1.0, "update_s": 10.0}, {"admission/starved_s": 0.4, "update_s": 10.0}),
     ("idle_engines", {"busy/trainer": 0.97, "busy/rollout": 0.3}, {"busy/trainer": 0.97, "busy/rollout": 0.8}),
 ]:  # a level counts once some updates have it
     FIRES.append((name, seen([fires] * 5)))
@@ -197,6 +198,7 @@ def test_nothing_to_report(found: Seen) -> None:
         ("mismatch_clipped", "warning", "62% of the rows", ""),
         ("mismatch_clipped", "warning", "by 4 nats (a velocity error of 3.0%)", ""),
         ("starved_trainer", "", "waits for scoring", "reward=N"),
+        ("withheld", "note", "waits 1 s of 10 s per update", "staleness.reserve"),
         ("scorer_fails", "", "ocr failed for 50 of 200", ""),
         ("dropped", "", "reward failed 4 times: x", ""),
         ("killed", "", "", "checkpoint.resume=auto"),
