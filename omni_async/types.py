@@ -329,11 +329,12 @@ class SampleDrift(msgspec.Struct, frozen=True):
     """The distance between the proximal policy and the policy that generated a sample.
 
     Per trained step the log-ratio in nats, and the exact KL in nats; both are summed over all `num_elements` latent
-    elements."""
+    elements. `steps` are the numbers of these denoising steps."""
 
     log_ratio: tuple[float, ...]
     kappa: tuple[float, ...] | None
     num_elements: int
+    steps: tuple[int, ...]
 
 
 # Characters of a prompt in its groups' lines of the ledger.

@@ -234,6 +234,42 @@ def correction_problems(settings: Correction, ratio: bool = True) -> Iterator[st
             "tempering already bounds the spread of the weights, and tempered ratios mean nothing to a band",
             "cap, or weights: importance",
         )
+    if settings.weights == "none" and settings.floor is not None:
+        yield _problem("floor", "it raises importance weights and weights is none", "weights: importance, or null")
+    if settings.floor is not None and settings.cap is not None and settings.floor >= settings.cap:
+        yield _problem(
+            "floor",
+            f"{settings.floor} is not below cap, {settings.cap}, so all weights would be equal",
+            "a lower floor",
+        )
+    if settings.floor is not None and settings.band is not None and settings.floor <= settings.band[0]:
+        yield _problem(
+            "floor",
+            f"{settings.floor} raises no weight, because band sets those below {settings.band[0]} to 0",
+            "null, or a floor inside the band",
+        )
+    if settings.interpolation != "loglinear" and settings.mode != "interpolated":
+        yield _problem(
+            "interpolation",
+            f"mode {settings.mode} interpolates nothing, got {settings.interpolation}",
+            "mode: interpolated, or remove it",
+        )
+    if settings.tempering == "step" and settings.weights != "tempered":
+        yield _problem("tempering", f"weights is {settings.weights}, so no exponent is chosen", "weights: tempered")
+    elif settings.tempering == "step" and settings.level != "step":
+        yield _problem(
+            "tempering",
+            f"level is {settings.level}: the steps of a sample share a weight, so they cannot have exponents each",
+            "tempering: update, or level: step",
+        )
+    for rule in ("k1", "k2", "k3"):
+        level = "step" if isinstance(settings.reject_level, str) else settings.reject_level_of(rule)
+        if level != "step" and getattr(settings, rule) is None:
+            yield _problem(
+                f"reject_level.{rule}",
+                f"{level} is the level of {rule}, which is null",
+                f"a bound {rule}, or remove it",
+            )
     if settings.level == "sequence" and settings.log_ratio == "sum":
         yield _problem(
             "level",

@@ -9,9 +9,9 @@ mid-trajectory. `Drift` is the distance, row by row. `correct` derives from it, 
   (Schulman, "Approximating KL divergence"), -L, L^2 / 2 and exp(L) - 1 - L; VeRL uses them as rejection statistics.
   kappa is the KL itself, in closed form for Gaussians. Unlike L it does not depend on the drawn noise, so it rejects
   real drift and not bad luck. M2PO (arXiv 2510.01161) bounds the second moment of L over a batch.
-- importance weights w = p / b: exact or tempered, truncated, or 0 outside a band. Whole-sample log-ratios (`sum`) give
-  exact weights. The mean over D latent elements (`mean`, published code) gives their D-th root, which differs from 1 by
-  about 1e-5 at image sizes and corrects nothing.
+- importance weights w = p / b: exact or tempered, truncated, raised, or 0 outside a band. Whole-sample log-ratios
+  (`sum`) give exact weights. The mean over D latent elements (`mean`, published code) gives their D-th root, which
+  differs from 1 by about 1e-5 at image sizes and corrects nothing.
 
 Tempering exp(gamma L) finds the gamma in (0, 1] that gives the target effective sample size. gamma = 1 is the exact
 weight, whose effective sample size exp(-2 D kappa) vanishes after a few updates; gamma -> 0 is no correction. Between
@@ -30,9 +30,8 @@ import torch
 from torch import Tensor
 
 from omni_async.algorithms.checks import correction_problems
-from omni_async.config.algorithm import Correction
-
-Level = Literal["step", "sum", "mean", "max"]
+from omni_async.config.algorithm import Correction, RejectLevel
+from omni_async.config.section import LARGEST
 
 MAX_EXPONENT = 20.0
 _RELATIVE_TOLERANCE = 1e-9  # of the tempering exponent
@@ -44,7 +43,8 @@ class Drift:
 
     `log_ratio` (N, W) float64: L = log p(x' | x) - log b(x' | x) of the whole sample in nats (`nats_per_log_prob` of
     `omni_async.diffusion.sde` converts mean log-probs). `kappa` (N, W) float64: D kappa, the exact Gaussian KL of the
-    step in nats; None if the behaviour means are unknown.
+    step in nats; None if the behaviour means are unknown. `steps` (N, W) int64: the denoising step of each row; only
+    tempering per step reads it.
 
     Under b with equal variances L ~ N(-D kappa, 2 D kappa), so D kappa is the drift without the effect of the noise.
     Mode `bypass` has no proximal policy, and L is the log-ratio of the policy in training. Raises ValueError for other
@@ -52,10 +52,16 @@ class Drift:
 
     log_ratio: Tensor
     kappa: Tensor | None = None
+    steps: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.log_ratio.ndim != 2 or self.log_ratio.numel() == 0:
             raise ValueError(f"log_ratio must have shape (N, W) with N, W >= 1, got {tuple(self.log_ratio.shape)}")
+        if self.steps is not None and (self.steps.shape != self.log_ratio.shape or self.steps.dtype != torch.int64):
+            raise ValueError(
+                f"steps must be int64 of shape {tuple(self.log_ratio.shape)}, got {self.steps.dtype} of shape"
+                f" {tuple(self.steps.shape)}"
+            )
         for name, value in (("log_ratio", self.log_ratio), ("kappa", self.kappa)):
             if value is None:
                 continue
@@ -81,13 +87,16 @@ class Corrected:
 
     `weight` (N, W) float64, 0 for masked rows; `unmasked` (N, W) the same before masks, 0 only outside `band`. `kept`
     (N, W) bool. `masked`: name of every active rule's setting to (N, W) bool, True for rows that this rule alone masks,
-    regardless of other rules. `gamma`: the tempering exponent, 1 without tempering."""
+    regardless of other rules. `statistics`: the same names to (N, W) float64, the values that the rules bound: D kappa
+    in nats for kappa_nats, L^2 for m2, exp(|L|) for k1, the statistics themselves for k2 and k3, the weight for band.
+    `gamma` (N, W) float64: the tempering exponent of each row, 1 without tempering."""
 
     weight: Tensor
     unmasked: Tensor
     kept: Tensor
     masked: dict[str, Tensor]
-    gamma: float
+    statistics: dict[str, Tensor]
+    gamma: Tensor
 
 
 def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
@@ -107,31 +116,44 @@ def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
     for problem in correction_problems(settings, ratio=False):
         raise ValueError(problem)
     log_ratio = per_element(drift.log_ratio, settings, num_elements)
-    level = settings.reject_level
     keep: dict[str, Tensor] = {}
+    statistics: dict[str, Tensor] = {}
     if settings.kappa_nats is not None:
         if drift.kappa is None:
             raise ValueError(
                 "algorithm.correction.kappa_nats needs drift.kappa, which takes the behaviour policy's means; there are"
                 " none"
             )
-        keep["kappa_nats"] = drift.kappa <= settings.kappa_nats
+        keep["kappa_nats"], statistics["kappa_nats"] = drift.kappa <= settings.kappa_nats, drift.kappa
     if settings.m2 is not None:
-        keep["m2"] = m2po_mask(log_ratio, settings.m2)
+        keep["m2"], statistics["m2"] = m2po_mask(log_ratio, settings.m2), log_ratio.square()
     if settings.k1 is not None:
+        level = settings.reject_level_of("k1")
         keep["k1"] = k1_mask(log_ratio, settings.k1, level)
+        largest = _over_steps(log_ratio.abs(), level) if level == "max" else _over_steps(log_ratio, level).abs()
+        statistics["k1"] = largest.exp()
     if settings.k2 is not None:
-        keep["k2"] = statistic_mask(log_ratio.square() / 2, settings.k2, level)
+        level = settings.reject_level_of("k2")
+        keep["k2"], statistics["k2"] = statistic_mask(log_ratio.square() / 2, settings.k2, level)
     if settings.k3 is not None:
-        keep["k3"] = statistic_mask(log_ratio.expm1() - log_ratio, settings.k3, level)
+        level = settings.reject_level_of("k3")
+        keep["k3"], statistics["k3"] = statistic_mask(log_ratio.expm1() - log_ratio, settings.k3, level)
     kept = torch.ones_like(log_ratio, dtype=torch.bool)
     for own in keep.values():
         kept = kept & own
-    weight, gamma = importance_weights(drift.log_ratio, settings, num_elements, kept)
+    weight, gamma = importance_weights(drift, settings, num_elements, kept)
     if settings.band is not None:
         keep["band"] = weight > 0
+        statistics["band"] = exponents(drift.log_ratio, settings, num_elements, kept).exp()
         kept = kept & keep["band"]
-    return Corrected(torch.where(kept, weight, 0.0), weight, kept, {name: ~own for name, own in keep.items()}, gamma)
+    return Corrected(
+        weight=torch.where(kept, weight, 0.0),
+        unmasked=weight,
+        kept=kept,
+        masked={rule: ~own for rule, own in keep.items()},
+        statistics={rule: value.expand_as(weight).clamp(max=LARGEST) for rule, value in statistics.items()},
+        gamma=gamma,
+    )
 
 
 def normaliser(corrected: Corrected, settings: Correction) -> tuple[float, float]:
@@ -153,36 +175,53 @@ def loss_factor(numerator: float, denominator: float) -> float:
 
 
 def importance_weights(
-    log_ratio: Tensor, settings: Correction, num_elements: int, kept: Tensor | None = None
-) -> tuple[Tensor, float]:
-    """Return (weights w (N, W) float64, gamma), w = exp(clamp(gamma e, +-20)) with the `exponents` e of the rows.
+    drift: Drift, settings: Correction, num_elements: int, kept: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (weights w, gamma), both (N, W) float64, w = exp(clamp(gamma e, +-20)) with the `exponents` e of the rows.
 
     gamma is 1 unless weights are `tempered`: then it is the `tempering_exponent` of the rows that reach the loss, or 1
-    without such rows. First weights outside `band` become 0 (IcePop), then the others are truncated at `cap`. `weights:
+    without such rows. With tempering `step` each denoising step has the exponent of its own rows. First weights outside
+    `band` become 0 (IcePop). Then the others are truncated at `cap` and raised to `floor` (slime's TIS). `weights:
     none` gives ones. Rows that are not kept have weights like any other row.
 
-    Clamping and truncating keep the order of weights and shrink large weights most, which cannot lower the effective
-    sample size.
+    Clamping, truncating and raising keep the order of weights. They move those furthest from the others most, which
+    cannot lower the effective sample size.
 
     Args:
-        log_ratio: L (N, W) in nats, float64; of a whole update where weights are tempered.
+        drift: L in nats; of a whole update where weights are tempered, with `steps` where they are tempered per step.
         settings: `algorithm.correction`.
         num_elements: D, the latent elements of a sample.
-        kept: (N, W) bool, True for rows that the rules keep; None: all rows."""
+        kept: (N, W) bool, True for rows that the rules keep; None: all rows.
+
+    Raises:
+        ValueError: tempering per step without `drift.steps`."""
+    gamma = torch.ones_like(drift.log_ratio)
     if settings.weights == "none":
-        return torch.ones_like(log_ratio), 1.0
-    values = exponents(log_ratio, settings, num_elements, kept)
-    gamma = 1.0
+        return torch.ones_like(drift.log_ratio), gamma
+    values = exponents(drift.log_ratio, settings, num_elements, kept)
     if settings.weights == "tempered":
-        own = values.flatten() if kept is None else values[kept]
-        gamma = tempering_exponent(own, settings.ess_target) if own.numel() else 1.0
+        for rows in _tempered_together(drift, settings):
+            own = values[rows] if kept is None else values[rows & kept]
+            gamma[rows] = tempering_exponent(own, settings.ess_target) if own.numel() else 1.0
     weight = (gamma * values).clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
+    outside = torch.zeros_like(weight, dtype=torch.bool)
     if settings.band is not None:
         low, high = settings.band
-        weight = torch.where((weight >= low) & (weight <= high), weight, 0.0)
+        outside = (weight < low) | (weight > high)
     if settings.cap is not None:
         weight = weight.clamp(max=settings.cap)
-    return weight, gamma
+    if settings.floor is not None:
+        weight = weight.clamp(min=settings.floor)
+    return torch.where(outside, 0.0, weight), gamma
+
+
+def _tempered_together(drift: Drift, settings: Correction) -> list[Tensor]:
+    """Return the sets of rows that share a tempering exponent, each (N, W) bool."""
+    if settings.tempering == "update":
+        return [torch.ones_like(drift.log_ratio, dtype=torch.bool)]
+    if drift.steps is None:
+        raise ValueError("algorithm.correction.tempering: step needs drift.steps, the denoising step of every row")
+    return [drift.steps == step for step in drift.steps.unique()]
 
 
 def exponents(log_ratio: Tensor, settings: Correction, num_elements: int, kept: Tensor | None = None) -> Tensor:
@@ -255,7 +294,27 @@ def effective_sample_size(log_weights: Tensor) -> Tensor:
     )
 
 
-def k1_mask(log_ratio: Tensor, band: tuple[float, float], level: Level) -> Tensor:
+def k3(log_ratio: Tensor) -> Tensor:
+    """Return exp(L) - 1 - L of each L in nats, whose mean over rows of b estimates KL(b || p); exp(L) is at most e^20.
+
+    (J. Schulman, "Approximating KL divergence"; VeRL's `k3_kl`.)"""
+    return log_ratio.clamp(max=MAX_EXPONENT).expm1() - log_ratio
+
+
+def chi2(log_ratio: Tensor) -> Tensor:
+    """Return exp(2 L) - 1 of each L in nats, whose mean over rows of b estimates chi^2(p || b); exp(L) is at most e^20.
+
+    With L of steps and of whole samples VeRL's `chi2_token` and `chi2_seq`. Exact weights of mean 1 have an effective
+    sample size of 1 / (1 + chi^2)."""
+    return (2 * log_ratio.clamp(max=MAX_EXPONENT)).expm1()
+
+
+def perplexity_ratio(log_ratio: Tensor) -> Tensor:
+    """Return exp(-L) for each sample's mean L over its steps, in nats, at most e^20: VeRL's `ppl_ratio`."""
+    return (-log_ratio).clamp(max=MAX_EXPONENT).exp()
+
+
+def k1_mask(log_ratio: Tensor, band: tuple[float, float], level: RejectLevel) -> Tensor:
     """Return (N, W) bool, True for rows to keep, whose ratio exp(L) is inside the band.
 
     Args:
@@ -272,14 +331,15 @@ def k1_mask(log_ratio: Tensor, band: tuple[float, float], level: Level) -> Tenso
     return ((value >= low) & (value <= high)).expand_as(log_ratio)
 
 
-def statistic_mask(statistic: Tensor, bound: float, level: Level) -> Tensor:
-    """Return (N, W) bool, True for rows to keep, whose statistic is at most the bound.
+def statistic_mask(statistic: Tensor, bound: float, level: RejectLevel) -> tuple[Tensor, Tensor]:
+    """Return (N, W) bool, True for rows to keep, whose statistic is at most the bound; and the statistic (N, W).
 
     Args:
         statistic: (N, W), of each step: L^2 / 2 for k2, exp(L) - 1 - L for k3.
         bound: >= 0.
         level: the aggregation over a sample's steps; `step`: none."""
-    return (_over_steps(statistic, level) <= bound).expand_as(statistic)
+    value = _over_steps(statistic, level).expand_as(statistic)
+    return value <= bound, value
 
 
 def m2po_mask(log_ratio: Tensor, bound: float) -> Tensor:
@@ -297,7 +357,7 @@ def m2po_mask(log_ratio: Tensor, bound: float) -> Tensor:
     return keep.reshape(log_ratio.shape)
 
 
-def _over_steps(statistic: Tensor, level: Level) -> Tensor:
+def _over_steps(statistic: Tensor, level: RejectLevel) -> Tensor:
     """Return (N, W) for `step`, else (N, 1)."""
     if level == "step":
         return statistic
@@ -310,24 +370,37 @@ def _over_steps(statistic: Tensor, level: Level) -> Tensor:
     raise ValueError(f"level must be 'step', 'sum', 'mean' or 'max', got {level!r}")
 
 
-def interpolated_log_prob(behaviour: Tensor, current: Tensor, staleness: Tensor) -> Tensor:
-    """Estimate the proximal policy's log-prob without a forward pass, as if log-probs moved linearly with versions.
+def interpolated_log_prob(
+    behaviour: Tensor,
+    current: Tensor,
+    staleness: Tensor,
+    nats: Tensor,
+    interpolation: Literal["loglinear", "linear"] = "loglinear",
+) -> Tensor:
+    """Estimate the proximal policy's log-prob without a forward pass, from its place between the two policies.
 
-    log p = log b + alpha (log theta - log b), AReaL's approximation of the decoupled loss: with v the version in
+    Both forms are AReaL's approximations of the decoupled loss (its `prox_approx_method`). With v the version in
     training and v_b the version that took the step, alpha = (v - 1 - v_b) / (v - v_b) = s / (s + 1), s = `staleness`.
+    `loglinear`: log p = log b + alpha L, L = log theta - log b. `linear`: p = (1 - alpha) b + alpha theta, as densities
+    of the whole sample: log p = log b + log(1 - alpha + alpha exp(L)), L in nats. AReaL's tokens are the steps here.
+
+    With `linear` p / b >= 1 / (s + 1) and, for stale steps, theta / p <= (s + 1) / s, however far the policies are
+    apart. The logarithm of the sum is computed relative to its larger term, so L may have any size.
 
     Args:
         behaviour: recorded log-probs, returned for steps of staleness 0; the mismatch of engine and trainer stays in
             the ratio.
         current: log-probs of the policy in training, of the same shape and unit.
         staleness: integers >= 0 of that shape, one per step, since versions may change in mid-trajectory.
+        nats: nats of a whole sample per unit of the log-probs, of that shape, > 0; only `linear` reads it.
+        interpolation: the form.
 
     Returns:
         Log-probs in shape and dtype of `behaviour`, detached from both.
 
     Raises:
         ValueError: shapes differ, or `staleness` has values other than integers >= 0."""
-    for name, value in (("current", current), ("staleness", staleness)):
+    for name, value in (("current", current), ("staleness", staleness), ("nats", nats)):
         if value.shape != behaviour.shape:
             raise ValueError(
                 f"{name} must have shape {tuple(behaviour.shape)} like behaviour, got {tuple(value.shape)}"
@@ -337,4 +410,8 @@ def interpolated_log_prob(behaviour: Tensor, current: Tensor, staleness: Tensor)
     if (staleness < 0).any():
         raise ValueError(f"staleness must be >= 0, got {staleness.min().item()}")
     start, end, age = (value.detach().to(torch.float64) for value in (behaviour, current, staleness))
-    return (start + age / (age + 1) * (end - start)).to(behaviour.dtype)
+    if interpolation == "loglinear":
+        return (start + age / (age + 1) * (end - start)).to(behaviour.dtype)
+    per_unit = nats.detach().to(torch.float64)
+    moved = torch.logaddexp(-age.log1p(), age.log() - age.log1p() + per_unit * (end - start))
+    return (start + moved / per_unit).to(behaviour.dtype)

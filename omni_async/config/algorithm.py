@@ -44,19 +44,36 @@ class Advantage(Section, kw_only=True, frozen=True):
     """Number of a group's samples that best_of_n trains."""
 
 
+RejectLevel = Literal["step", "sum", "mean", "max"]
+
+
+class RejectLevels(Section, kw_only=True, frozen=True):
+    k1: RejectLevel = "step"
+    """Of k1 alone."""
+    k2: RejectLevel = "step"
+    """Of k2 alone."""
+    k3: RejectLevel = "step"
+    """Of k3 alone."""
+
+
 class Correction(Section, kw_only=True, frozen=True):
     """The off-policy correction: the denominator of the ratio, and the treatment of samples far from it."""
 
     mode: Literal["auto", "none", "bypass", "decoupled", "interpolated"] = "auto"
-    """`auto`: the best measured mode for staleness.max_updates: bypass up to S = 4, beyond it decoupled with tempered
-    weights and kappa_nats 2. If rounding alone puts more than 5 % of the first update's rows outside the clip range or
-    the mask, `auto` becomes decoupled, without kappa_nats. `bypass`: ratio to the behaviour policy. `decoupled`: ratio
-    to the proximal policy (the weights at the start of the update), times an importance weight proximal / behaviour.
-    `interpolated`: the same with the proximal log-prob estimated from the other two. `none`: ratio to the proximal
-    policy without a weight, as if samples were fresh."""
+    """`auto`: bypass, until measurements show that the clip range takes many rows that this update has not moved. If
+    rounding alone takes more than 5 % of the first update's rows, `auto` becomes decoupled. If drift takes more than a
+    fifth of the rows, `auto` becomes decoupled with tempered weights, an exponent per step. `bypass`: ratio to the
+    behaviour policy. `decoupled`: ratio to the proximal policy (the weights at the start of the update), times an
+    importance weight proximal / behaviour. `interpolated`: the same with the proximal log-prob estimated from the other
+    two. `none`: ratio to the proximal policy without a weight, as if samples were fresh."""
+    interpolation: Literal["loglinear", "linear"] = "loglinear"
+    """Mode `interpolated`: the proximal policy is the geometric (`loglinear`) or the arithmetic (`linear`) mean of the
+    densities of behaviour and current policy, weighted by staleness (AReaL)."""
     weights: Literal["none", "importance", "tempered"] = "none"
     """`importance`: w = exp(L), L the log-ratio proximal / behaviour. `tempered`: exp(gamma L), with gamma in (0, 1]
-    chosen per update so that the effective sample size of the unmasked rows is `ess_target`."""
+    chosen so that the effective sample size of the unmasked rows is `ess_target`."""
+    tempering: Literal["update", "step"] = "update"
+    """Choose one gamma for all rows of an update, or one for each denoising step, which drift differently."""
     level: Literal["step", "trajectory", "sequence"] = "step"
     """`step`: a weight per denoising step. The others: a weight per sample, from all its trained steps; `trajectory`
     from the sum of L, or the mean of L / D with log_ratio `mean`; `sequence` from the sum of L / D (VeRL-Omni)."""
@@ -67,6 +84,8 @@ class Correction(Section, kw_only=True, frozen=True):
     """Target of tempering for the effective sample size, as a fraction."""
     cap: Positive | None = 2.0
     """Truncate weights at this; null does not truncate."""
+    floor: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """Raise smaller weights to this; null does not raise them. Weights that `band` sets to 0 stay 0."""
     band: tuple[Positive, Positive] | None = None
     """Weights outside [lo, hi] become 0 (IcePop)."""
     normalise: bool | None = None
@@ -81,8 +100,9 @@ class Correction(Section, kw_only=True, frozen=True):
     """Reject rows whose L^2 / 2 exceeds this."""
     k3: Positive | None = None
     """Reject rows whose exp(L) - 1 - L exceeds this."""
-    reject_level: Literal["step", "sum", "mean", "max"] = "step"
-    """Apply k1, k2, k3 to each step, or to a whole sample: the sum, mean or maximum over its steps."""
+    reject_level: RejectLevel | RejectLevels = "step"
+    """Apply k1, k2, k3 to each step, or to a whole sample: the sum, mean or maximum over its steps. A mapping such as
+    {k1: step, k3: max} names a level for each rule."""
     steps: Literal["all", "kept"] = "all"
     """Steps behind weights per sample and gspo's ratio: all trained steps of the sample, or its unmasked steps
     (VeRL)."""
@@ -110,28 +130,45 @@ class Correction(Section, kw_only=True, frozen=True):
         rescales = self.normalises or (self.denominator == "kept" and self.masks)
         return self.needs_update or (rescales and penalised)
 
+    def reject_level_of(self, rule: Literal["k1", "k2", "k3"]) -> RejectLevel:
+        """Return the level at which a rule applies."""
+        levels = self.reject_level
+        if isinstance(levels, str):
+            return levels
+        found: RejectLevel = getattr(levels, rule)
+        return found
+
+    @property
+    def needs_samples(self) -> bool:
+        """Return whether a row's correction depends on the other rows of its sample."""
+        rejects = any(
+            bound is not None and self.reject_level_of(rule) != "step"
+            for rule, bound in (("k1", self.k1), ("k2", self.k2), ("k3", self.k3))
+        )
+        return rejects or (self.weights != "none" and self.level != "step")
+
     @property
     def masks(self) -> bool:
         """Return whether any rule may mask rows."""
         return any(rule is not None for rule in (self.kappa_nats, self.m2, self.k1, self.k2, self.k3, self.band))
 
 
-# The largest S at which the ratio to the behaviour policy was at least as good as every other mode
-# (docs/algorithms/correction.md).
-_BYPASS_UP_TO = 4
+# The reasons for which mode `auto` leaves `bypass`.
+Reason = Literal["rounding", "drift"]
 
 
-def automatic_correction(max_updates: int, rounds: bool = False) -> Correction:
-    """Return the correction of mode `auto`.
+def automatic_correction(reason: Reason | None = None) -> Correction:
+    """Return the correction of mode `auto` (docs/algorithms/correction.md, Which combination).
 
     Args:
-        max_updates: the staleness budget.
-        rounds: engine and trainer round so differently that a clip range on their ratio, or a bound on its KL, excludes
-            rows that no update has moved (`omni_async.algorithms.mismatch`)."""
-    if max_updates <= _BYPASS_UP_TO:
-        return Correction(mode="decoupled" if rounds else "bypass")
-    kappa_nats = None if rounds else 2.0
-    return Correction(mode="decoupled", weights="tempered", ess_target=0.7, cap=2.0, kappa_nats=kappa_nats)
+        reason: `rounding`: engine and trainer round so differently that a clip range on their ratio excludes rows that
+            no update has moved. `drift`: stale rows have drifted beyond the clip range. None: neither was measured
+            (`omni_async.algorithms.mismatch`)."""
+    if reason is None:
+        return Correction(mode="bypass")
+    if reason == "rounding":
+        return Correction(mode="decoupled")
+    return Correction(mode="decoupled", weights="tempered", tempering="step", ess_target=0.7, cap=2.0)
 
 
 class Mix(Section, kw_only=True, frozen=True):

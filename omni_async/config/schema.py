@@ -328,9 +328,9 @@ class Config(Section, kw_only=True, frozen=True):
 
     @property
     def correction(self) -> Correction:
-        """Return `algorithm.correction`, with mode `auto` resolved by the staleness budget."""
+        """Return `algorithm.correction`; for mode `auto`, the correction that a run starts with."""
         chosen = self.algorithm.correction
-        return automatic_correction(self.staleness.max_updates) if chosen.mode == "auto" else chosen
+        return automatic_correction() if chosen.mode == "auto" else chosen
 
     @property
     def slots(self) -> int:

@@ -71,7 +71,8 @@ class JustInTime:
         self._collects = collects
         self._withholds = withholds(config)
         self._reserve = reserve if isinstance(reserve, int) else None
-        self._leads: deque[float] = deque(maxlen=updates if collects else updates * per_update)
+        self._remembered = {False: updates * per_update, True: updates}  # leads, by `collects`
+        self._leads: deque[float] = deque(maxlen=self._remembered[collects])
         self._works: deque[float] = deque(maxlen=_REMEMBERED)
         self._useful: deque[bool] = deque(maxlen=_REMEMBERED * per_update)  # of ended groups: taken, not rejected
         self._lead_s, self._ahead_s, self._work_s, self._yield = 0.0, 0.0, 0.0, 1.0
@@ -90,6 +91,12 @@ class JustInTime:
         self._spare_s: deque[tuple[float, ...]] = deque(maxlen=_REMEMBERED)  # when recent updates began
 
     # ---- events ------------------------------------------------------------------------------------------------------
+
+    def trainer_collects(self, collects: bool) -> None:
+        """Record how the trainer takes groups from now on. Leads measured before do not count."""
+        if collects != self._collects:
+            self._collects = collects
+            self._leads = deque(maxlen=self._remembered[collects])
 
     def full(self) -> None:
         """Record that there is no room for another group."""

@@ -280,6 +280,10 @@ class Coordinator:
         """Set the tensors of training trajectories; called before the first version is published."""
         self._factory.fields = fields
 
+    async def trainer_collects(self, collects: bool) -> None:
+        """Set whether the trainer starts an update once it has all its groups, or with each group."""
+        self.admission.trainer_collects(collects)
+
     async def next_groups(self, version: int, needed: int) -> list[ReadyGroup]:
         """Return the groups that may be trained now, at least one and at most `needed`.
 

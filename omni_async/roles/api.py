@@ -29,6 +29,7 @@ from omni_async.types import (
 )
 
 if TYPE_CHECKING:
+    from omni_async.roles.plan import Plan
     from omni_async.weights.snapshot import SharedRows, Snapshot
 
 # Shorter waits are scheduling, not starvation, and would only enlarge the trace.
@@ -101,6 +102,7 @@ class CoordinatorForTrainer(CoordinatorForCheckpointer, SpanSink, Protocol):
     """The coordinator's calls for the trainer; without engines it publishes versions itself."""
 
     async def require_fields(self, fields: tuple[str, ...]) -> None: ...
+    async def trainer_collects(self, collects: bool) -> None: ...
     async def next_groups(self, version: int, needed: int) -> list[ReadyGroup]: ...
     async def update_done(self, report: UpdateReport) -> bool: ...
     async def group_gone(self, group: int, reason: str) -> None: ...
@@ -204,7 +206,11 @@ class PolicyUpdate(Protocol):
 
 
 class UpdateRule(Protocol):
-    """The rule that turns groups into updates, and its state from one update to the next (for checkpoints)."""
+    """The rule that turns groups into updates, and its state from one update to the next (for checkpoints).
+
+    plan: how the next update is carried out; `learn` and `restore` may change it."""
+
+    plan: Plan
 
     def begin(self, version: int, tracer: Tracer, preempt: Callable[[], bool]) -> PolicyUpdate:
         """Begin an update.

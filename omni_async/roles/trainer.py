@@ -34,7 +34,6 @@ from omni_async.roles.api import (
     UpdateRule,
 )
 from omni_async.roles.checkpointer import Checkpointer
-from omni_async.roles.plan import plan_updates
 from omni_async.roles.publisher import WeightPublisher
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.training import TrainingError
@@ -75,7 +74,6 @@ class Trainer:
             self.contents,
         )
         self._objective = find_objective(self.config.algorithm.name)
-        self._plan = plan_updates(self.config)
         self._version = 0
         self._preempt = False
         self._compared = False  # whether engine and trainer were compared under the same weights
@@ -96,6 +94,7 @@ class Trainer:
             if _lies_in(resume, self.checkpoints):
                 self._saved = state.version  # an attempt without updates leaves the run's checkpoint unchanged
         await self.coordinator.require_fields(trajectory_fields(self._objective, self.config))
+        await self.coordinator.trainer_collects(self.rule.plan.mode == "collect")
 
     async def _serve_rendezvous(self) -> str:
         """Serve the store of the ranks' process group while this trainer lives. Return its `tcp://` address."""
@@ -107,7 +106,7 @@ class Trainer:
         return f"tcp://{self.host}:{self._store_of_ranks.port}"
 
     async def run(self) -> None:
-        await self.coordinator.phase(self._plan.said)
+        await self.coordinator.phase(self.rule.plan.said)
         async with self._tracer.task_group():
             try:
                 await self._publish()
@@ -158,7 +157,7 @@ class Trainer:
             return False
         self._require_same_arithmetic(metrics)
         self._version += 1
-        metrics |= await self._compare(metrics)
+        metrics |= await self._compare(metrics, await self._learn(metrics))
         metrics = self._with_utilisation(metrics, self._computing_s - computed_before)
         trained = tuple(group.group for group in update.groups)
         return await self.coordinator.update_done(
@@ -208,14 +207,26 @@ class Trainer:
                 f" `omni-async parity` shows where they differ"
             )
 
-    async def _compare(self, metrics: dict[str, float]) -> dict[str, float]:
+    async def _learn(self, metrics: dict[str, float]) -> str | None:
+        """Have the rule learn from a finished update. Return its sentence for the console, if it has one."""
+        if not self._draws:
+            return None
+        before, said = self.rule.plan.mode, self.rule.learn(metrics)
+        if self.rule.plan.mode == before:
+            return said
+        await self.coordinator.trainer_collects(self.rule.plan.mode == "collect")
+        return f"{said}; {self.rule.plan.said}"
+
+    async def _compare(self, metrics: dict[str, float], decided: str | None) -> dict[str, float]:
         """Report the distance between engine and trainer under the same weights: once, and if rounding is exceeded.
 
-        Returns the largest relative velocity error that rounding explains, as a metric, if they were compared."""
+        `decided` is the rule's sentence about the update. Returns the largest relative velocity error that rounding
+        explains, as a metric, if they were compared."""
         found = Mismatch.of(metrics)
         if found is None or not self._draws:
+            if decided is not None:
+                await self.coordinator.phase(decided)
             return {}
-        decided = self.rule.learn(metrics)
         outcome = f"; {decided}" if decided else ""
         honest = HONEST_ERROR[self.config.model.dtype]
         where = f"engine and trainer, same weights, update {self._version}: {found.shown}"

@@ -22,9 +22,8 @@ from omni_async.algorithms.advantages import (
     tracked_rewards,
 )
 from omni_async.algorithms.correction import Drift, correct, loss_factor, normaliser
-from omni_async.algorithms.mismatch import CLIPPED_AT_MOST, Mismatch
+from omni_async.algorithms.mismatch import AutomaticCorrection
 from omni_async.config import Config
-from omni_async.config.algorithm import Correction, automatic_correction
 from omni_async.config.layout import ParallelLayout
 from omni_async.control.reward_formula import RewardFormula
 from omni_async.control.seeds import derive
@@ -34,8 +33,6 @@ from omni_async.types import ReadyGroup, ReadySample, SampleDrift, TrainGroup
 
 Weights = list[list[float]]  # by sample and trained step
 
-# With a smaller share of fresh rows there may be only one or two, which prove nothing about the others.
-_FRESH_ENOUGH = 0.5
 _CLIP = ("clip_range", "clip_range_nats", "clip_centre")  # keys that decide which rows are clipped
 
 
@@ -43,9 +40,8 @@ _CLIP = ("clip_range", "clip_range_nats", "clip_centre")  # keys that decide whi
 class PolicyGradient:
     """An `UpdateRule` that updates by gradients on the ranks.
 
-    With `algorithm.correction.mode: auto`, the first update whose rows are mostly fresh decides for the rest of the
-    run whether ratios are relative to the engines' policy. The decision is part of the state: a resumed run keeps it,
-    unless its recipe changes a key that the decision depends on."""
+    With `algorithm.correction.mode: auto` finished updates decide about the correction of later ones. The decision is
+    part of the state: a resumed run keeps it, unless its recipe changes a key that the decision depends on."""
 
     config: Config
     plan: Plan
@@ -53,43 +49,36 @@ class PolicyGradient:
 
     def __post_init__(self) -> None:
         self._history = RewardHistory()
-        self._rounds: bool | None = None  # None: not decided
+        auto = self.plan.ratio and self.config.algorithm.correction.mode == "auto"
+        # Tempered weights need the whole update, which `streaming: on` rules out.
+        self._auto = AutomaticCorrection(self.config.trainer.streaming != "on") if auto else None
 
     def begin(self, version: int, tracer: Tracer, preempt: Callable[[], bool] = lambda: False) -> Update:
-        return Update(self.config, self.plan, self.ranks, tracer, version, self._history, preempt, self._rounds is True)
+        left_bypass = self._auto is not None and self._auto.reason is not None
+        return Update(self.config, self.plan, self.ranks, tracer, version, self._history, preempt, left_bypass)
 
     def learn(self, metrics: dict[str, float]) -> str | None:
-        found = Mismatch.of(metrics)
-        if found is None or self._rounds is not None or self.config.algorithm.correction.mode != "auto":
+        if self._auto is None:
             return None
-        if metrics["fresh_fraction"] < _FRESH_ENOUGH or not self.plan.ratio:
-            return None
-        self._decide(found.clipped > CLIPPED_AT_MOST)
-        before, after = (self._correction(rounds) for rounds in (False, self._rounds is True))
-        if before == after:
-            return f"algorithm.correction.mode auto stays {after.mode}"
-        without = " without kappa_nats" if before.mode == after.mode else ", ratios to the trainer's own policy,"
-        return f"algorithm.correction.mode auto becomes {after.mode}{without} from the next update on"
+        said = self._auto.learn(metrics)
+        self._plan_by(self._auto)
+        return said
 
-    def _decide(self, rounds: bool) -> None:
-        self._rounds = rounds
-        if rounds:
-            algorithm = replace(self.config.algorithm, correction=self._correction(True))
-            self.config = replace(self.config, algorithm=algorithm)
+    def _plan_by(self, auto: AutomaticCorrection) -> None:
+        if auto.reason is not None:
+            self.config = replace(self.config, algorithm=replace(self.config.algorithm, correction=auto.correction))
             self.plan = plan_updates(self.config)
-
-    def _correction(self, rounds: bool) -> Correction:
-        return automatic_correction(self.config.staleness.max_updates, rounds)
 
     def state(self) -> dict[str, Any]:
         tracked = self.config.algorithm.advantage.track_prompts
         history = {"reward_history": self._history.state()} if tracked else {}
-        return history if self._rounds is None else history | {"rounds": self._rounds, "rounds_of": self._measured}
+        return history if self._auto is None else history | {"auto": self._auto.state(), "auto_of": self._measured}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._history = RewardHistory.from_state(state.get("reward_history", {}))
-        if self.config.algorithm.correction.mode == "auto" and state.get("rounds_of") == self._measured:
-            self._decide(state["rounds"] is True)
+        if self._auto is not None and state.get("auto_of") == self._measured:
+            self._auto.restore(state["auto"])
+            self._plan_by(self._auto)
 
     @property
     def _measured(self) -> dict[str, Any]:
@@ -99,6 +88,8 @@ class PolicyGradient:
             "model.dtype": c.model.dtype,
             **{f"algorithm.{key}": _plain(getattr(c.algorithm, key)) for key in _CLIP},
             "staleness.max_updates": c.staleness.max_updates,
+            "trainer.optimizer.lr": c.trainer.optimizer.lr,
+            "trainer.streaming": c.trainer.streaming,
             "rollout": [r.engine, r.attention_backend, r.compile],
         }
 
@@ -183,11 +174,21 @@ class Update:
         # `correct` divides by one number of elements, but samples of other buckets have other numbers.
         shares = [first / d.num_elements if correction.log_ratio == "mean" else 1.0 for d in drifts]
         log_ratios = [[value * share for value in d.log_ratio] for d, share in zip(drifts, shares, strict=True)]
-        drift = Drift(_doubles(log_ratios), _doubles(kappas) if len(kappas) == len(drifts) else None)
+        steps = torch.tensor([d.steps for d in drifts])
+        drift = Drift(_doubles(log_ratios), _doubles(kappas) if len(kappas) == len(drifts) else None, steps)
         corrected = correct(drift, correction, first)
         weights = (corrected.weight * loss_factor(*normaliser(corrected, correction))).tolist()
-        masked = {f"masked/{rule}": m.double().mean().item() for rule, m in corrected.masked.items()}
-        return _in_groups(weights, self.plan.samples_per_group), {"gamma": corrected.gamma, **masked}
+        found = {"gamma": corrected.gamma.mean().item()}
+        if correction.tempering == "step":
+            found |= {f"gamma/step_{k:02d}": corrected.gamma[steps == k][0].item() for k in steps.unique().tolist()}
+        for rule, masked in corrected.masked.items():
+            statistic = corrected.statistics[rule]
+            found[f"masked/{rule}"] = masked.double().mean().item()
+            found |= {
+                f"statistic/{rule}/mean": statistic.mean().item(),
+                f"statistic/{rule}/max": statistic.max().item(),
+            }
+        return _in_groups(weights, self.plan.samples_per_group), found
 
     # ---- rewards -----------------------------------------------------------------------------------------------------
 

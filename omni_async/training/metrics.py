@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from omni_async.config.layout import ParallelLayout
 from omni_async.training import TrainingError
-from omni_async.training.device import sum_of_rows
+from omni_async.training.device import send, sum_of_rows
 
 Reduction = Literal["mean", "max", "absmax", "rms", "variance", "ess"]
 _Key: TypeAlias = tuple[bool, str, Reduction]  # the first: by step
@@ -28,12 +28,14 @@ _Key: TypeAlias = tuple[bool, str, Reduction]  # the first: by step
 # fmt: off
 _OF_THE_RUN = {
     "update", "reward", "staleness", "images", "images_per_s", "update_s", "wall_s", "loss", "grad_norm", "lr",
-    "advantage_abs", "log_prob", "log_ratio_nats", "ess", "gamma", "kappa_nats", "row_staleness",
+    "advantage_abs", "log_prob", "log_ratio_nats", "ess", "k3_nats", "chi2",
+    "perplexity_ratio", "gamma", "kappa_nats", "statistic", "drift_clipped", "row_staleness",
     "engine_mismatch_nats", "engine_mismatch", "engine_mismatch_velocity", "engine_mismatch_clipped",
     "engine_mismatch_honest", "fresh_fraction", "proximal_ratio", "weight", "masked", "busy", "buffers", "finished",
     "conservation", "admission", "encoder", "score_cache", "scorer", "flops", "peak_tflops", "tflops", "mfu", "stage_s",
 }
 # fmt: on
+_OfSamples: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 _NOTHING = torch.empty(0, dtype=torch.float64)
 
 
@@ -47,6 +49,7 @@ class Metrics:
         self._layout = layout
         # Values, and the denoising step of each; a metric that is not reduced by step has step 0 for all rows.
         self._rows: dict[_Key, list[tuple[Tensor, list[int]]]] = defaultdict(list)
+        self._samples: dict[str, list[tuple[Tensor, Sequence[Hashable], _OfSamples]]] = defaultdict(list)
 
     def record(self, name: str, values: Tensor | float, reduction: Reduction = "mean") -> None:
         """Record a metric of rows.
@@ -70,6 +73,19 @@ class Metrics:
             reduction: the reduction over a step's rows of all ranks."""
         self._rows[True, name, reduction].append((values.detach(), steps))
 
+    def record_by_sample(self, name: str, values: Tensor, samples: Sequence[Hashable], function: _OfSamples) -> None:
+        """Record a metric of samples: the mean over all samples of a function of each sample's rows.
+
+        The rows of a sample may be recorded in several calls before `reduce`, all on one rank.
+
+        Args:
+            name: its name in reports; with the same `function` in every call.
+            values: (R,).
+            samples: the sample of each row.
+            function: returns (n,) values of n samples from the mean over each sample's rows and their number, both (n,)
+                float64 on the device of the rows, without waiting for it."""
+        self._samples[name].append((values.detach(), samples, function))
+
     def record_loss(self, loss: Tensor, advantage: Tensor, others: dict[str, Tensor]) -> None:
         """Record an objective's loss and metrics of R rows.
 
@@ -91,9 +107,11 @@ class Metrics:
 
     def clear(self) -> None:
         self._rows.clear()
+        self._samples.clear()
 
     def reduce(self, num_steps: int) -> dict[str, float]:
         """Return all metrics over all ranks, and clear them. `num_steps` is the number of denoising steps N."""
+        self._reduce_samples()
         keys = self._recorded()
         if not keys:
             return {}
@@ -113,6 +131,18 @@ class Metrics:
                 if row[0] >= fewest:
                     result[f"{name}/step_{step:02d}" if by_step else name] = _reduced(row, reduction, float(top[step]))
         return result
+
+    def _reduce_samples(self) -> None:
+        """Turn the rows of `record_by_sample` into a value of each sample, where the rows are."""
+        for name, records in self._samples.items():
+            values = torch.cat([values for values, _, _ in records]).double()
+            numbers: dict[Hashable, int] = {}
+            own = [numbers.setdefault(sample, len(numbers)) for _, samples, _ in records for sample in samples]
+            index = send(torch.tensor(own), values.device)
+            counts = values.new_zeros(len(numbers)).index_add_(0, index, torch.ones_like(values))
+            sums = values.new_zeros(len(numbers)).index_add_(0, index, values)
+            self.record(name, records[0][2](sums / counts, counts))
+        self._samples.clear()
 
     def _recorded(self) -> list[_Key]:
         """Return the keys that any rank has recorded."""

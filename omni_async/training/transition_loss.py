@@ -17,7 +17,15 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from omni_async.algorithms.correction import Drift, correct, interpolated_log_prob, normaliser
+from omni_async.algorithms.correction import (
+    Drift,
+    chi2,
+    correct,
+    interpolated_log_prob,
+    k3,
+    normaliser,
+    perplexity_ratio,
+)
 from omni_async.algorithms.kinds import find_kind, reads_old_means, sde_of
 from omni_async.algorithms.objectives.base import TransitionInputs
 from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
@@ -108,12 +116,16 @@ class ProximalPasses:
 
 
 def sample_drifts(
-    row_ids: Sequence[tuple[int, int]], log_ratio: Tensor, kappa: Tensor | None, num_elements: int
+    row_ids: Sequence[tuple[int, int]],
+    steps: Sequence[int],
+    log_ratio: Tensor,
+    kappa: Tensor | None,
+    num_elements: int,
 ) -> list[SampleDrift]:
     """Collect rows into samples, in the order of their ids, for any order of the rows.
 
     Args:
-        row_ids: as in `TransitionRows`.
+        row_ids, steps: as in `TransitionRows`.
         log_ratio: (R,) float64, of the whole sample in nats.
         kappa: (R,) float64, D kappa in nats; None: unknown.
         num_elements: D, the latent elements of a sample."""
@@ -126,7 +138,13 @@ def sample_drifts(
         return tuple(values[row] for row in own)
 
     return [
-        SampleDrift(of(nats, own), None if kappas is None else of(kappas, own), num_elements) for own in rows.values()
+        SampleDrift(
+            of(nats, own),
+            None if kappas is None else of(kappas, own),
+            num_elements,
+            tuple(steps[row] for row in own),
+        )
+        for own in rows.values()
     ]
 
 
@@ -139,13 +157,11 @@ class TransitionLoss(LossOfObjective):
     def __init__(self, config: Config, objective: Objective, *parts: Any) -> None:
         self._sde = sde_of(config)
         super().__init__(config, objective, *parts)
-        # Without a ratio there is nothing to correct, whatever `auto` would choose for the staleness budget.
+        # Without a ratio there is nothing to correct, whatever mode `auto` starts with.
         ratio = find_kind(objective.kind).ratio
         c = self._correction = config.correction if ratio else Correction(mode="none")
         self._frozen = [name for name in _INPUT_OF if name in objective.auxiliary(config.algorithm)]
-        rejects_samples = c.reject_level != "step" and (c.k1, c.k2, c.k3) != (None, None, None)
-        weighs_samples = c.weights != "none" and c.level != "step"
-        self._whole_samples = objective.unit == "sample" or rejects_samples or weighs_samples
+        self._whole_samples = objective.unit == "sample" or c.needs_samples
         self._passes = ProximalPasses(keep_means=reads_old_means(objective, config.algorithm))
         self._first_step = True
         self._normaliser = [0.0, 0.0]
@@ -188,7 +204,7 @@ class TransitionLoss(LossOfObjective):
         mode = "decoupled" if group.proximal_ratio else self._correction.mode
         passed = self._passes.recall(row_keys(group, rows), rows.latents.device)
         proximal = passed or under_current(rows, step, value)
-        old_log_prob, old_mean = self._old(mode, rows, value.detach(), proximal)
+        old_log_prob, old_mean = self._old(mode, rows, step.scale, value.detach(), proximal)
         drift = self._drift(rows, step.scale, proximal)
         weight = rows.weight if rows.weight is not None else self._row_weights(rows, drift, counts)
         output = self._computed(
@@ -209,12 +225,15 @@ class TransitionLoss(LossOfObjective):
             )
         )
         if counts:
-            self._record_drift(rows, drift)
+            self._record_drift(rows, drift, group)
             self._record_modalities(rows, step, group.spec)
             if self._first_step:  # in later steps of an update the policy has moved on purpose
                 nats = self._nats(rows, step.scale, proximal.log_prob)
                 found = Rows(nats, step.nats_per_velocity, velocity, rows.num_elements, rows.steps, rows.fresh)
-                record_mismatch(self._metrics, found, clipped_rows(output.metrics, weight, nats))
+                outside = clipped_rows(output.metrics, weight, nats)
+                record_mismatch(self._metrics, found, outside)
+                if mode == "bypass":
+                    self._metrics.record("drift_clipped", outside)
             if weight is not None:
                 self._record_weights(rows, weight)
             self._metrics.record_loss(output.loss, rows.advantage, output.metrics)
@@ -223,6 +242,7 @@ class TransitionLoss(LossOfObjective):
     @torch.no_grad()
     def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
         row_ids: list[tuple[int, int]] = []
+        steps: list[int] = []
         drifts: list[Drift] = []
         for rows, counts in self.batches(group):
             step, value, _ = self._current(rows, group.spec)
@@ -231,13 +251,14 @@ class TransitionLoss(LossOfObjective):
             proximal = under_current(rows, step, value)
             self._passes.remember(row_keys(group, rows), proximal)
             row_ids += rows.row_ids
+            steps += rows.steps
             drifts.append(self._drift(rows, step.scale, proximal))
         if not drifts:
             return []
         log_ratio = torch.cat([d.log_ratio for d in drifts])[:, 0]
         kappas = [d.kappa for d in drifts if d.kappa is not None]
         num_elements = math.prod(self._drawn.by(group.spec)[0])
-        return sample_drifts(row_ids, log_ratio, torch.cat(kappas)[:, 0] if kappas else None, num_elements)
+        return sample_drifts(row_ids, steps, log_ratio, torch.cat(kappas)[:, 0] if kappas else None, num_elements)
 
     def gradient_normaliser(self) -> tuple[float, float]:
         sums, self._normaliser = self._normaliser, [0.0, 0.0]
@@ -267,20 +288,26 @@ class TransitionLoss(LossOfObjective):
         )
 
     def _old(
-        self, mode: str, rows: TransitionRows, current: Tensor, proximal: Proximal
+        self, mode: str, rows: TransitionRows, scale: Tensor, current: Tensor, proximal: Proximal
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-prob and mean of the ratio's denominator in a mode of `algorithm.correction`."""
         if mode in ("decoupled", "none"):
             return proximal.log_prob, proximal.mean
         if mode == "bypass":
             return rows.behaviour_log_prob, rows.behaviour_mean
-        return interpolated_log_prob(rows.behaviour_log_prob, current, rows.staleness), None
+        return self._interpolated(rows, scale, current), None
+
+    def _interpolated(self, rows: TransitionRows, scale: Tensor, current: Tensor) -> Tensor:
+        nats = self._nats_per_log_prob(rows, scale)
+        return interpolated_log_prob(
+            rows.behaviour_log_prob, current, rows.staleness, nats, self._correction.interpolation
+        )
 
     def _drift(self, rows: TransitionRows, scale: Tensor, proximal: Proximal) -> Drift:
         """Return the drift (R, 1), separately for every row, from the behaviour policy to the proximal policy."""
         value = proximal.log_prob
         if self._correction.mode == "interpolated":
-            value = interpolated_log_prob(rows.behaviour_log_prob, value, rows.staleness)
+            value = self._interpolated(rows, scale, value)
         kappa = None if proximal.kappa is None else proximal.kappa[:, None]
         return Drift(self._nats(rows, scale, value)[:, None], kappa)
 
@@ -305,9 +332,11 @@ class TransitionLoss(LossOfObjective):
             self._normaliser[1] += denominator
             for rule, masked in corrected.masked.items():
                 self._metrics.record(f"masked/{rule}", masked.double())
+                self._metrics.record(f"statistic/{rule}/mean", corrected.statistics[rule])
+                self._metrics.record(f"statistic/{rule}/max", corrected.statistics[rule], "max")
         return corrected.weight.flatten()
 
-    def _record_drift(self, rows: TransitionRows, drift: Drift) -> None:
+    def _record_drift(self, rows: TransitionRows, drift: Drift, group: GroupBatch) -> None:
         record, by_step = self._metrics.record, self._metrics.record_by_step
         nats = drift.log_ratio.flatten()
         record("log_ratio_nats/mean", nats)
@@ -316,6 +345,11 @@ class TransitionLoss(LossOfObjective):
         by_step("log_ratio_nats/variance", nats, rows.steps, "variance")
         record("ess", nats, "ess")
         by_step("ess", nats, rows.steps, "ess")
+        record("k3_nats", k3(nats))
+        record("chi2", chi2(nats))
+        samples = [group.sample_ids[sample] for sample, _ in rows.row_ids]
+        self._metrics.record_by_sample("chi2/sample", nats, samples, lambda means, steps: chi2(means * steps))
+        self._metrics.record_by_sample("perplexity_ratio", nats, samples, lambda means, _: perplexity_ratio(means))
         if drift.kappa is not None:
             record("kappa_nats", drift.kappa)
             by_step("kappa_nats", drift.kappa.flatten(), rows.steps, "mean")

@@ -13,17 +13,20 @@ from msgspec.structs import replace
 from omni_async.algorithms.checks import correction_problems
 from omni_async.algorithms.correction import (
     Drift,
+    chi2,
     correct,
     effective_sample_size,
     interpolated_log_prob,
     k1_mask,
+    k3,
     loss_factor,
     m2po_mask,
     normaliser,
+    perplexity_ratio,
     statistic_mask,
     tempering_exponent,
 )
-from omni_async.config.algorithm import Correction
+from omni_async.config.algorithm import Correction, RejectLevels
 
 WEIGHTED = Correction(mode="decoupled", weights="importance", cap=None)
 
@@ -78,12 +81,14 @@ def test_the_effective_sample_size_of_weights_beyond_floating_point_of_none_and_
         (matrix([0.0, math.nan]), None, "log_ratio must be finite, got nan in sample 0, step 1"),
         (matrix([0.0, 0.0]), matrix([0.0]), r"kappa must be float64 of shape \(1, 2\), got torch.float64 .*\(1, 1\)"),
         (matrix([0.0]), matrix([-0.5]), "kappa must be finite and >= 0, got -0.5 in sample 0, step 0"),
+        (matrix([0.0]), None, r"steps must be int64 of shape \(1, 1\), got torch.int64 of shape \(1,\)"),
         (matrix([0.0]).requires_grad_(), None, "log_ratio requires a gradient.*detach"),
     ],
 )
 def test_drift_that_cannot_be_is_refused(log_ratio, kappa, message):
+    steps = torch.tensor([3]) if message.startswith("steps") else None
     with pytest.raises(ValueError, match=message):
-        Drift(log_ratio, kappa)
+        Drift(log_ratio, kappa, steps)
 
 
 def judged(statistic, level, accepts):
@@ -161,28 +166,45 @@ def weights_by_the_page(log_ratio, settings, num_elements, kept):
         steps = [row[keeps] if settings.steps == "kept" else row for row, keeps in zip(exponent, kept, strict=True)]
         totals = [row.sum() / (max(len(row), 1) if per_step else 1) for row in steps]
         exponent = torch.stack(totals)[:, None].expand_as(exponent)
-    weight = exponent.clamp(-20, 20).exp()
-    if settings.band is not None:
-        weight = torch.where((weight >= settings.band[0]) & (weight <= settings.band[1]), weight, 0.0)
-    return weight.clamp(max=settings.cap or math.inf)
+    low, high = settings.band or (0.0, math.inf)
+    weights = [
+        max(min(w, settings.cap or math.inf), settings.floor or 0.0) if low <= w <= high else 0.0
+        for w in exponent.clamp(-20, 20).exp().flatten().tolist()
+    ]
+    return torch.tensor(weights, dtype=torch.float64).reshape(exponent.shape)
 
 
+def without_idle_levels(chosen):
+    """Returns the settings without levels of rules that are null, which are refused."""
+    if isinstance(chosen.reject_level, str):
+        return chosen
+    idle = {rule: "step" for rule in ("k1", "k2", "k3") if getattr(chosen, rule) is None}
+    return replace(chosen, reject_level=replace(chosen.reject_level, **idle))
+
+
+LEVELS = ["step", "sum", "mean", "max"]
 ONE_ROW_AT_A_TIME = st.builds(
-    lambda level, **chosen: asked(level=level[0], log_ratio=level[1], **chosen),
+    lambda level, **chosen: without_idle_levels(asked(level=level[0], log_ratio=level[1], **chosen)),
     st.sampled_from(
         [("step", "sum"), ("step", "mean"), ("trajectory", "sum"), ("trajectory", "mean"), ("sequence", "mean")]
     ),
     cap=st.sampled_from([None, 2.0]),
+    floor=st.sampled_from([None, 0.7]),
     band=st.sampled_from([None, (0.5, 3.0)]),
     normalise=st.booleans(),
     kappa_nats=st.sampled_from([None, 0.6]),
     k1=st.sampled_from([None, (0.3, 4.0)]),
     k2=st.sampled_from([None, 1.0]),
     k3=st.sampled_from([None, 1.0]),
-    reject_level=st.sampled_from(["step", "sum", "mean", "max"]),
+    reject_level=st.sampled_from(LEVELS)
+    | st.builds(RejectLevels, k1=st.sampled_from(LEVELS), k3=st.sampled_from(LEVELS)),
     denominator=st.sampled_from(["kept", "all"]),
     steps=st.sampled_from(["all", "kept"]),
 )
+
+
+def level_of(chosen, rule):
+    return chosen.reject_level if chosen.reject_level in LEVELS else getattr(chosen.reject_level, rule)
 
 
 def by_the_page(drift, chosen, num_elements):
@@ -193,10 +215,11 @@ def by_the_page(drift, chosen, num_elements):
         kept &= drift.kappa <= chosen.kappa_nats
     if chosen.k1 is not None:
         low, high = map(math.log, chosen.k1)
-        kept &= judged(L, chosen.reject_level, lambda value: (low <= value) & (value <= high))
-    for bound, statistic in ((chosen.k2, L * L / 2), (chosen.k3, L.exp() - 1 - L)):
+        kept &= judged(L, level_of(chosen, "k1"), lambda value: (low <= value) & (value <= high))
+    for rule, statistic in (("k2", L * L / 2), ("k3", L.exp() - 1 - L)):
+        bound = getattr(chosen, rule)
         if bound is not None:
-            kept &= judged(statistic, chosen.reject_level, lambda value: value <= bound)  # noqa: B023
+            kept &= judged(statistic, level_of(chosen, rule), lambda value: value <= bound)  # noqa: B023
     weight = weights_by_the_page(drift.log_ratio, chosen, num_elements, kept)
     return weight, kept & (weight > 0)
 
@@ -207,7 +230,7 @@ def test_weights_masks_and_the_normalised_loss_are_those_of_the_formulas(chosen,
     drift = random_drift(seed, spread=spread)
     got = correct(drift, chosen, 4)
     weight, kept = by_the_page(drift, chosen, 4)
-    assert got.gamma == 1.0 and torch.equal(got.kept, kept)
+    assert (got.gamma == 1.0).all() and torch.equal(got.kept, kept)
     torch.testing.assert_close(got.unmasked, weight, atol=1e-12, rtol=1e-12)
     loss = torch.rand(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     counted = (weight if chosen.normalise else torch.ones_like(weight)) * (kept | (chosen.denominator == "all"))
@@ -268,7 +291,7 @@ def test_micro_batches_of_whole_samples_add_up_to_the_update(chosen, seed):
 def test_without_rules_every_row_is_left_alone(mode):
     got = correct(random_drift(0), Correction(mode=mode), 10)
     assert torch.equal(got.weight, torch.ones(6, 3, dtype=torch.float64))
-    assert got.kept.all() and got.masked == {} and got.gamma == 1.0
+    assert got.kept.all() and got.masked == {} and (got.gamma == 1.0).all()
     assert normaliser(got, Correction(mode=mode)) == (18.0, 18.0)
 
 
@@ -292,6 +315,84 @@ def test_every_rule_masks_under_its_own_name_and_a_row_stays_if_all_keep_it():
         kept &= ~masked
     assert torch.equal(got.kept, kept) and 0 < kept.sum() < kept.numel()
     torch.testing.assert_close(got.weight, torch.where(kept, L.exp(), 0.0))
+    of_rules = {"kappa_nats": drift.kappa, "m2": L**2, "k1": L.abs().exp(), "k2": L**2 / 2, "k3": L.exp() - 1 - L}
+    for name, statistic in (of_rules | {"band": L.exp()}).items():
+        torch.testing.assert_close(got.statistics[name], statistic)
+
+
+def test_each_rule_has_its_own_level_and_statistic_of_it():
+    drift = Drift(matrix([1.0, -3.0], [0.1, 0.2]))
+    rules = Correction(mode="bypass", k1=(0.2, 5.0), k2=4.7, k3=1.0)
+    got = correct(drift, replace(rules, reject_level=RejectLevels(k1="sum", k2="max")), 1)
+    k3s = [[math.e - 2, math.exp(-3) + 2], [math.exp(0.1) - 1.1, math.exp(0.2) - 1.2]]
+    assert {name: masked.tolist() for name, masked in got.masked.items()} == {
+        "k1": [[True] * 2, [False] * 2],  # L sums to -2, whose ratio is below .2
+        "k2": [[False] * 2] * 2,  # 4.5 and .02
+        "k3": [[False, True], [False] * 2],
+    }
+    sums = matrix([math.exp(2)] * 2, [math.exp(0.3)] * 2)
+    for name, statistic in {"k1": sums, "k2": matrix([4.5] * 2, [0.02] * 2), "k3": matrix(*k3s)}.items():
+        torch.testing.assert_close(got.statistics[name], statistic)
+    far = correct(Drift(matrix([5000.0, -5000.0])), replace(rules, reject_level="max"), 1)
+    assert all((value == 1e12).all() for name, value in far.statistics.items() if name != "k2"), "finite, for a mean"
+    assert (far.statistics["k2"] == 12.5e6).all()
+
+
+def test_the_floor_raises_what_the_band_keeps_and_the_cap_leaves():
+    drift = Drift(matrix([-3.0, -1.0, -0.1, 0.5, 3.0]))
+    got = correct(drift, asked(cap=1.5, floor=0.8), 1)
+    torch.testing.assert_close(got.weight, matrix([0.8, 0.8, math.exp(-0.1), 1.5, 1.5]))
+    banded = correct(drift, asked(cap=1.5, floor=0.8, band=(0.3, 10.0)), 1)
+    torch.testing.assert_close(banded.weight, matrix([0.0, 0.8, math.exp(-0.1), 1.5, 0.0]))
+    masked = correct(drift, asked(cap=None, floor=0.8, k1=(0.5, 10.0)), 1)
+    torch.testing.assert_close(masked.weight, matrix([0.0, 0.0, math.exp(-0.1), math.exp(0.5), 0.0]))
+
+
+@given(st.integers(0, 1000), st.sampled_from([0.3, 3.0]))
+@examples(max_examples=50, deadline=None)
+def test_clamping_tempered_weights_on_either_side_does_not_lower_their_ess(seed, spread):
+    drift = random_drift(seed, spread=spread)
+    tempered = asked(weights="tempered", ess_target=0.7)
+    sizes = [
+        ess(correct(drift, replace(tempered, **clamp), 4).weight.flatten().log())
+        for clamp in ({}, {"floor": 0.5}, {"floor": 0.5, "cap": 1.5})
+    ]
+    assert 0.7 <= sizes[0] <= sizes[1] + 1e-9 <= sizes[2] + 2e-9
+
+
+def test_every_denoising_step_has_the_exponent_that_meets_the_target_on_its_kept_rows():
+    """Steps drift by a factor of 8. Columns are positions in a window, and samples have other windows."""
+    generator = torch.Generator().manual_seed(3)
+    steps = torch.tensor([[0, 1], [1, 2], [0, 2]] * 40)
+    log_ratio = torch.tensor([0.5, 1.0, 4.0])[steps] * torch.randn(120, 2, generator=generator).double()
+    drift = Drift(log_ratio, torch.rand(120, 2, generator=generator).double(), steps)
+    chosen = asked(weights="tempered", tempering="step", kappa_nats=0.8, cap=None)
+    got = correct(drift, chosen, 10)
+    gammas = []
+    for step in range(3):
+        rows, own = steps == step, (steps == step) & got.kept
+        [gamma] = got.gamma[rows].unique().tolist()
+        assert own.sum() < rows.sum()
+        assert ess(gamma * log_ratio[own]) == pytest.approx(0.7, rel=1e-6) or gamma == 1.0
+        torch.testing.assert_close(got.weight[own], (gamma * log_ratio[own]).exp())
+        gammas.append(gamma)
+    assert gammas[0] > gammas[1] > gammas[2]
+    together = correct(drift, replace(chosen, tempering="update"), 10).gamma[0, 0].item()
+    assert gammas[2] < together < gammas[0]
+    with pytest.raises(ValueError, match=r"tempering: step needs drift\.steps"):
+        correct(Drift(log_ratio, drift.kappa), chosen, 10)
+
+
+def test_the_estimates_of_the_distance_are_those_of_two_gaussians_and_finite():
+    """Draws L ~ N(-D, 2 D): KL D, chi^2 exp(2 D) - 1."""
+    distance = 0.1
+    log_ratio = -distance + math.sqrt(2 * distance) * normal(0, 200_000)
+    assert k3(log_ratio).mean().item() == pytest.approx(distance, rel=0.02)
+    assert chi2(log_ratio).mean().item() == pytest.approx(math.exp(2 * distance) - 1, rel=0.02)
+    assert 1 / (1 + chi2(log_ratio).mean().item()) == pytest.approx(ess(log_ratio), rel=0.01)
+    assert perplexity_ratio(matrix(-1.0, 0.0, 2.0)).tolist() == pytest.approx([math.e, 1.0, math.exp(-2)])
+    far = matrix(-1e6, 1e6)
+    assert all(function(far).isfinite().all() for function in (k3, chi2, perplexity_ratio))
 
 
 def test_log_ratios_per_element_reach_rejection_and_m2_but_not_kappa():
@@ -309,10 +410,10 @@ def test_the_tempering_exponent_of_the_rows_that_every_rule_keeps_by_hand():
     chosen = asked(weights="tempered", ess_target=0.8, kappa_nats=1.0, k2=100.0)
     got = correct(drift, chosen, 10)
     assert got.kept.tolist() == [[True, False, False]] * 2
-    assert got.gamma == pytest.approx(math.log(3) / 5, rel=1e-8)
+    assert got.gamma.tolist() == [[pytest.approx(math.log(3) / 5, rel=1e-8)] * 3] * 2
     torch.testing.assert_close(got.weight, matrix([1.0, 0.0, 0.0], [3.0, 0.0, 0.0]))
     nothing_left = correct(Drift(drift.log_ratio, drift.kappa + 2), chosen, 10)
-    assert nothing_left.gamma == 1.0 and not nothing_left.weight.any()
+    assert (nothing_left.gamma == 1.0).all() and not nothing_left.weight.any()
     assert loss_factor(*normaliser(nothing_left, chosen)) == 0.0
 
 
@@ -339,16 +440,41 @@ def test_the_proximal_policy_lies_between_the_other_two_by_version():
     versions = torch.tensor([[6, 5], [4, 3], [6, 7 - 10**9]])  # that took each step, while 7 is being made from 6
     behaviour = matrix([-1.0, -1.5], [-2.0, -2.5], [-0.1234567, -0.5]).requires_grad_()
     current = matrix([-3.0, -3.5], [1.0, 1.5], [-0.2, -0.7]).requires_grad_()
-    got = interpolated_log_prob(behaviour, current, 6 - versions)
+    nats = torch.full_like(behaviour, 1e3)
+    got = interpolated_log_prob(behaviour, current, 6 - versions, nats)
     alpha = (7 - 1 - versions.double()) / (7 - versions.double())
     torch.testing.assert_close(got, (behaviour + alpha * (current - behaviour)).detach(), atol=1e-14, rtol=0)
     assert torch.equal(got[:, 0][versions[:, 0] == 6], behaviour[:, 0][versions[:, 0] == 6])
     assert got[2, 1].item() == pytest.approx(-0.7, abs=1e-8)  # old steps approach the current policy
     assert not got.requires_grad
-    single = interpolated_log_prob(behaviour.float(), current.float(), 6 - versions)
+    single = interpolated_log_prob(behaviour.float(), current.float(), 6 - versions, nats)
     assert single.dtype == torch.float32  # interpolated in float64
-    exact = interpolated_log_prob(behaviour.float().double(), current.float().double(), 6 - versions)
+    exact = interpolated_log_prob(behaviour.float().double(), current.float().double(), 6 - versions, nats)
     assert torch.equal(single, exact.float())
+
+
+@given(st.integers(0, 1000), st.sampled_from([1.0, 30.0]))
+@examples(max_examples=50, deadline=None)
+def test_linear_interpolation_is_the_arithmetic_mean_of_the_densities(seed, spread):
+    behaviour, current = normal(seed, 6) / 10 - 1, normal(seed + 1, 6) / 10 - 1
+    nats = spread * normal(seed + 2, 6).abs() + 0.1
+    staleness = torch.tensor([0, 0, 1, 2, 8, 100])
+    got = interpolated_log_prob(behaviour, current, staleness, nats, "linear")
+    for b, theta, s, scale, value in zip(
+        *map(torch.Tensor.tolist, (behaviour, current, staleness, nats, got)), strict=True
+    ):
+        mixed = (math.exp(scale * b) + s * math.exp(scale * theta)) / (s + 1)
+        assert value == pytest.approx(math.log(mixed) / scale, rel=1e-9)
+    assert torch.equal(got[:2], behaviour[:2])
+
+
+def test_linear_interpolation_bounds_both_ratios_at_any_distance():
+    behaviour, staleness = torch.zeros(4, dtype=torch.float64), torch.tensor([1, 1, 3, 3])
+    nats = torch.full((4,), 65_536.0, dtype=torch.float64)
+    current = torch.tensor([5.0, -5.0, 0.01, -0.01], dtype=torch.float64)
+    got = nats * interpolated_log_prob(behaviour, current, staleness, nats, "linear")
+    expected = [327_680 - math.log(2), -math.log(2), 655.36 + math.log(3 / 4), math.log(1 / 4)]
+    assert got.tolist() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +487,7 @@ def test_the_proximal_policy_lies_between_the_other_two_by_version():
 )
 def test_inputs_that_do_not_fit_are_refused(current, staleness, message):
     with pytest.raises(ValueError, match=message):
-        interpolated_log_prob(torch.zeros(2), current, staleness)
+        interpolated_log_prob(torch.zeros(2), current, staleness, torch.ones(2))
 
 
 K = {"k1": (0.5, 2.0), "k2": 1.0, "k3": 1.0}
@@ -380,6 +506,9 @@ DECOUPLED = {"mode": "decoupled", "weights": "importance"}
         {"mode": "interpolated", "weights": "tempered", "m2": 0.1, **K},
         {**DECOUPLED, "level": "sequence", "log_ratio": "mean"},
         {"mode": "decoupled", "weights": "tempered", "level": "sequence", "log_ratio": "mean"},
+        {"mode": "decoupled", "weights": "tempered", "tempering": "step", "floor": 0.1, "cap": None},
+        {**DECOUPLED, "floor": 0.6, "band": (0.5, 2.0)},
+        {"mode": "interpolated", "interpolation": "linear", **K, "reject_level": RejectLevels(k1="step", k2="sum")},
     ],
 )
 def test_combinations_that_work_have_no_problem(fine):
@@ -405,6 +534,23 @@ def test_combinations_that_work_have_no_problem(fine):
         ({"mode": "decoupled", "band": (0.5, 2.0)}, "band", "weights is none", "importance"),
         ({**DECOUPLED, "level": "sequence"}, "level", "per element, and log_ratio is sum", "trajectory"),
         ({"mode": "decoupled", "normalise": True}, "normalise", "nothing to normalise", "kept"),
+        ({"mode": "bypass", "floor": 0.5}, "floor", "weights is none", "importance"),
+        ({**DECOUPLED, "floor": 0.9, "cap": 0.9}, "floor", "0.9 is not below cap, 0.9", "lower floor"),
+        ({**DECOUPLED, "floor": 0.5, "band": (0.5, 2.0)}, "floor", "0.5 raises no weight", "inside the band"),
+        ({"mode": "decoupled", "interpolation": "linear"}, "interpolation", "decoupled interpolates", "interpolated"),
+        ({**DECOUPLED, "tempering": "step"}, "tempering", "no exponent is chosen", "tempered"),
+        (
+            {"mode": "decoupled", "weights": "tempered", "tempering": "step", "level": "trajectory"},
+            "tempering",
+            "level is trajectory: .*share a weight",
+            "level: step",
+        ),
+        (
+            {"mode": "bypass", "k2": 1.0, "reject_level": RejectLevels(k2="sum", k3="max")},
+            "reject_level.k3",
+            "max is the level of k3, which is null",
+            "a bound k3",
+        ),
     ],
 )
 def test_a_combination_that_cannot_work_has_one_message_with_key_reason_and_remedy(wrong, key, reason, instead):

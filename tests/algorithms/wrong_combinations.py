@@ -80,6 +80,10 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("trainer.workers=6", "trainer.shard=4"), "trainer.shard: 4 ranks share ... trainer.workers = 6; use a divisor"),
     # corrections of them: one stands for those that test_correction_problems lists
     (("algorithm.correction={mode: bypass, kappa_nats: 0.5}",), "correction.kappa_nats: it measures ... behaviour"),
+    (
+        ("algorithm.correction={mode: bypass, k2: 1, reject_level: {k1: sum}}",),
+        "reject_level.k1: sum ... which is null",
+    ),
     # a teacher
     (("algorithm.name=distill",), "algorithm.teacher: distill learns from a teacher alone ... algorithm.teacher.path"),
     ((*DISTILL, "algorithm.correction.mode=bypass"), "correction: distill has no ratio to the policy that made"),
@@ -143,6 +147,8 @@ RIGHT: tuple[tuple[str, ...], ...] = (
     DISTILL,
     (*DISTILL, "rollout.group_size=1", "reward.scorers=[]", "staleness.max_updates=8", "algorithm.kl_coef=0.04"),
     ("algorithm.correction={mode: decoupled, weights: tempered, kappa_nats: 0.5, m2: 0.04}",),
+    ("algorithm.correction={mode: decoupled, weights: tempered, tempering: step, floor: 0.1, cap: null}",),
+    ("algorithm.correction={mode: interpolated, interpolation: linear, k1: [0.5, 2], reject_level: {k1: max}}",),
     NFT,
     (*NFT, "algorithm.kl_coef=1e-4"),
     AWM,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from omni_async.algorithms.checks import correction_problems
 from omni_async.config import ConfigError, check, load, resolved_yaml
-from omni_async.config.algorithm import Correction
+from omni_async.config.algorithm import Correction, automatic_correction
 from omni_async.config.hub import how_to_get
 from omni_async.config.load import family_of, inputs_of
 from omni_async.config.redact import is_secret_key
@@ -96,7 +96,7 @@ def test_engine_names() -> None:
         ("{mode: decoupled, weights: tempered, normalise: false}", False, False),
         ("{mode: decoupled, weights: importance, normalise: true, band: [0.5, 2]}", True, True),
         *((f"{{mode: decoupled, {rule}: 1}}", False, True) for rule in ("kappa_nats", "m2", "k2", "k3")),
-        ("{mode: decoupled, k1: [0.5, 2]}", False, True),
+        ("{mode: decoupled, k1: [0.5, 2], k2: 1, reject_level: {k1: sum}}", False, True),
     ],
 )
 def test_corrections_normalise_and_mask(settings: str, normalises: bool, masks: bool) -> None:
@@ -114,6 +114,7 @@ def test_corrections_normalise_and_mask(settings: str, normalises: bool, masks: 
         ["reward.scorers.0.params={url: 'http://x', '<<': 1, '=': 2, '1': [null, true, 1.5, {a: ''}]}"],
         ["rollout.sde=null", "algorithm={name: awm, awm: {advantage_max: null}}", "trainer.ema={warmup: linear}"],
         ["algorithm.correction={mode: decoupled, weights: importance, band: [0.5, 2], cap: null, normalise: false}"],
+        ["algorithm.correction={mode: bypass, k1: [0.5, 2], k3: 1, reject_level: {k3: max}}"],
         ["data={preferences: pairs.parquet}", "reward={}", "staleness={max_updates: 0, exact: true}"],
     ],
 )
@@ -186,11 +187,12 @@ def test_buckets() -> None:
 
 
 def test_auto_correction() -> None:
-    for updates in (0, 2, 4):
+    for updates in (0, 8):
         assert load_text(MINIMAL, f"staleness.max_updates={updates}").correction == Correction(mode="bypass")
-    for updates in (5, 8):
-        c = load_text(MINIMAL, f"staleness.max_updates={updates}").correction
-        assert (c.mode, c.weights, c.kappa_nats, c.normalises) == ("decoupled", "tempered", 2.0, True)
+    for reason in ("rounding", "drift"):
+        c = automatic_correction(reason)
+        assert (c.mode, c.weights) == ("decoupled", "none" if reason == "rounding" else "tempered")
+        assert c.kappa_nats is None, "engines were not asked for means"
         assert list(correction_problems(c)) == []
     chosen = load_text(MINIMAL, "staleness.max_updates=8", "algorithm.correction={mode: bypass, k3: 1.0}")
     assert chosen.correction == Correction(mode="bypass", k3=1.0), "an explicit mode is taken as it is"

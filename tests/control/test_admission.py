@@ -98,6 +98,18 @@ def test_groups_are_as_young_as_the_lead_allows(lead_s: float, collects: bool) -
     assert line.policy.pace.starved_s == 0
 
 
+def test_a_trainer_that_begins_to_collect_soon_waits_no_more() -> None:
+    line = Line(JustInTime(config(), collects=False), 3.0)
+    line.train(30)
+    line.policy.trainer_collects(True)
+    line.collects = True
+    line.train(10)
+    started, waited_s = line.now, line.waited_s
+    line.train(20)
+    assert line.now - started == pytest.approx(20 * P * 1.0) and line.waited_s == waited_s
+    assert max(line.ages[-10 * P :]) <= 2
+
+
 def test_every_slot_is_used_where_the_trainer_always_waits() -> None:
     line = Line(JustInTime(config(), collects=False), 100.0, each_s=0.01)
     line.train(20)

@@ -232,6 +232,41 @@ def test_every_correction_trains(recipe: Path, correction: str, steps: int) -> N
     assert finished.metrics[-1]["row_staleness/max"] == 1
 
 
+_EIGHT = ("staleness={max_updates: 8, exact: true}", "buffer.groups=18", "validation=null")
+
+
+def _drifting(recipe: Path, lr: float, *overrides: str) -> Run:
+    auto = ("algorithm.correction.mode=auto", f"trainer.optimizer={{name: adamw, lr: {lr}}}")
+    return run(recipe, *_EIGHT, *auto, "trainer.updates=12", "checkpoint.every=1", "checkpoint.keep=20", *overrides)
+
+
+def test_the_automatic_correction_follows_the_drift_and_survives_a_resume(recipe: Path) -> None:
+    finished = _done(_drifting(recipe, 1e-2), 12)
+    left = [int(line.get("proximal_ratio", 0)) for line in finished.metrics]
+    first = left.index(1)
+    assert 5 <= first < 12 and left == [0] * first + [1] * (12 - first), "once, for the rest of the run"
+    for line, decoupled in zip(finished.metrics, left, strict=True):
+        assert line["log_ratio_nats/variance"] >= 0 and 0 <= line["k3_nats"] < 1e9 and line["chi2"] >= -1
+        assert ("drift_clipped" in line) == (not decoupled)
+        assert ("gamma" in line) == ("weight/mean" in line) == bool(decoupled)
+    last = finished.metrics[-1]
+    assert 0 < min(value for name, value in last.items() if name.startswith("gamma/step_")) < 1
+    assert abs(last["weight/mean"] - 1) < 1e-6, "normalised, over whole updates"
+    resume = str(finished.path / "checkpoints" / f"update-{first + 1:06d}")
+    again = _drifting(recipe, 1e-2, f"checkpoint.resume={resume}", "run.name=again")
+    assert again.summary.status == "done", again.summary.reason
+    assert [line["proximal_ratio"] for line in again.metrics] == [1] * (11 - first)
+    weights, expected = again.weights(), finished.weights()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_the_automatic_correction_stays_while_drift_is_small_at_any_budget(recipe: Path) -> None:
+    finished = _done(_drifting(recipe, 1e-6), 12)
+    assert finished.metrics[-1]["row_staleness/max"] == 8
+    assert all("proximal_ratio" not in line and line["drift_clipped"] < 0.1 for line in finished.metrics)
+    assert not finished.spans("proximal")
+
+
 @pytest.mark.parametrize("lora", [(), (_LORA,)], ids=["full", "lora"])
 def test_a_kl_term_needs_the_reference_policy(recipe: Path, lora: tuple[str, ...]) -> None:
     finished = _done(run(recipe, "algorithm.kl_coef=0.1", *lora, *_ADAMW))

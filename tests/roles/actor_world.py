@@ -169,6 +169,7 @@ class Desk:
         self.scorers, self.timelines, self.phases, self.log = [], [], [], []
         self.addresses = {}  # of services
         self.fields: tuple[str, ...] = ()
+        self.collects = False
         self.version = 0  # before the first update
         self.closed = False
         self.refuses: Exception | None = None  # raised by `samples_done` and `report_spans`
@@ -236,6 +237,9 @@ class Desk:
 
     async def require_fields(self, fields: tuple[str, ...]) -> None:
         self.fields = fields
+
+    async def trainer_collects(self, collects: bool) -> None:
+        self.collects = collects
 
     async def update_done(self, report: Any) -> bool:
         self.updates.append(report)

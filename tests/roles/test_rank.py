@@ -45,7 +45,7 @@ class Engine:
 
     def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
         self._called("proximal", group)
-        return [SampleDrift((float(number),), None, 4) for number in group.trajectories]
+        return [SampleDrift((float(number),), None, 4, (0,)) for number in group.trajectories]
 
     def accumulate(self, group: GroupBatch, row_weight: float) -> None:
         self._called(f"accumulate {row_weight}", group)

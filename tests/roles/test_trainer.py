@@ -239,7 +239,7 @@ def test_ratios_leave_an_engine_that_rounds(tmp_path):
 def test_several_steps_get_a_proximal_pass(tmp_path):
     stage = Stage(tmp_path, 4, metrics=[mismatch(0.03, clipped=0.62)], **AUTO, **{"trainer.steps_per_update": 2})
     samples = [f"trajectory {group}.{i}" for group in (2, 3) for i in range(4)]
-    stage.ranks[0].drifts = dict.fromkeys(samples, SampleDrift((0.0, 0.0), None, 1))
+    stage.ranks[0].drifts = dict.fromkeys(samples, SampleDrift((0.0, 0.0), None, 1, (0, 1)))
     stage.play()
     assert [batch.group for batch in stage.ranks[0].recomputed] == [2, 3], "those of the second update"
 
@@ -255,7 +255,7 @@ def test_the_automatic_correction_is_decided_once():
     assert rule.learn(mismatch(0.001, clipped=0.04)) == "algorithm.correction.mode auto stays bypass"
     assert rule.learn(mismatch(0.001, clipped=0.9)) is None
     state = rule.state()
-    assert state["rounds"] is False
+    assert state["auto"]["reason"] is None
     for clip_range, decides in ((0.2, False), (1e-6, True)):  # another clip range decides again
         resumed = rule_of(**{"algorithm.clip_range": clip_range})
         resumed.restore(state)
@@ -268,10 +268,82 @@ def test_the_automatic_correction_is_decided_once():
         resumed.restore(json.loads(json.dumps(pair.state())))
         assert (resumed.learn(mismatch(0.001, clipped=0.9)) is not None) == decides
 
-    rule = rule_of(**{"staleness.max_updates": 8})
-    assert rule.config.correction.kappa_nats == 2.0
-    assert "decoupled without kappa_nats" in rule.learn(mismatch(0.03, clipped=0.5))
-    assert rule.config.correction.kappa_nats is None and rule.config.correction.weights == "tempered"
+
+def drifted(*shares: float) -> list[dict[str, float]]:
+    fresh, *stale = shares
+    first = mismatch(0.001) | {"drift_clipped": fresh}
+    return [first, *({"drift_clipped": share, "log_ratio_nats/variance": 1.44} for share in stale)]
+
+
+@pytest.mark.parametrize(
+    ("shares", "switches"),
+    [
+        ((0.0, 0.9, 0.9, 0.9), None),  # too few
+        ((0.0, 0.9, 0.1, 0.9, 0.1, 0.1, 0.9, 0.1), None),  # single updates
+        ((0.0, 0.1, 0.3, 0.3, 0.3), 5),
+        ((0.0, 0.0, 0.0, 0.21, 0.21, 0.21, 0.0), 6),
+    ],
+)
+def test_the_automatic_correction_follows_the_drift_of_several_updates(shares, switches):
+    rule, decided = rule_of(**{"staleness.max_updates": 8}), {}
+    assert (rule.plan.mode, rule.config.correction.mode) == ("unscaled", "bypass"), "it streams, whatever S"
+    for update, metrics in enumerate(drifted(*shares), start=1):
+        said = rule.learn(metrics)
+        assert (rule.plan.mode == "collect") == rule.plan.proximal == (switches is not None and update >= switches)
+        if said is not None:
+            decided[update] = said
+    assert decided.pop(1) == "algorithm.correction.mode auto stays bypass"
+    assert [*decided] == [switches] * (switches is not None)
+    for said in decided.values():
+        assert "becomes decoupled with tempered weights from the next update on: " in said
+        assert "of the rows are outside the clip range" in said and "spread by 1.2 nats" in said
+        correction = rule.config.correction
+        assert (correction.mode, correction.weights, correction.tempering) == ("decoupled", "tempered", "step")
+    resumed = rule_of(**{"staleness.max_updates": 8})
+    resumed.restore(rule.state())
+    assert resumed.config == rule.config and resumed.plan == rule.plan and resumed.state() == rule.state()
+
+
+def test_drift_does_not_decide_where_streaming_is_demanded_or_rounding_has_decided():
+    streams = rule_of(**{"trainer.streaming": "on"})
+    assert [streams.learn(metrics) for metrics in drifted(*[0.9] * 9)][1:] == [None] * 8
+    assert streams.plan.mode == "unscaled"
+    rounds = rule_of()
+    assert "becomes decoupled, ratios" in rounds.learn(mismatch(0.03, clipped=0.5))
+    assert [rounds.learn(metrics) for metrics in drifted(*[0.9] * 9)] == [None] * 9
+    assert (rounds.config.correction.weights, rounds.plan.mode) == ("none", "unscaled")
+
+
+def test_a_run_that_drifts_collects_its_updates_and_weighs_their_rows(tmp_path):
+    eight = {
+        "staleness.max_updates": 8,
+        "trainer.updates": 7,
+        "checkpoint.keep": 9,
+        "algorithm.advantage": {"std": "group"},
+    }
+    metrics = drifted(0.0, 0.4, 0.4, 0.4, 0.4, 0.0, 0.0)
+    stage = Stage(tmp_path / "drifts", 14, metrics=metrics, **AUTO, **EACH, **eight)
+    samples = [f"trajectory {group}.{i}" for group in range(14) for i in range(4)]
+    drifts = dict.fromkeys(samples[::2], SampleDrift((0.5, -2.0), None, 24, (0, 1)))
+    stage.ranks[0].drifts = drifts | dict.fromkeys(samples[1::2], SampleDrift((0.1, 1.0), None, 24, (0, 1)))
+    stage.play()
+    assert ratios(stage) == [False] * 10 + [True] * 4
+    assert [batch.weights is not None for batch in stage.ranks[0].batches] == ratios(stage)
+    [decided] = [phase for phase in stage.desk.phases if "tempered" in phase]
+    assert decided.endswith(
+        "; groups are trained on when the whole update is scored (the off-policy correction looks at the whole update)"
+    )
+    assert stage.desk.collects
+    left = [report.metrics.get("proximal_ratio") for report in stage.desk.updates]
+    assert left == [None] * 5 + [1.0] * 2
+    found = stage.desk.updates[-1].metrics
+    assert found["gamma/step_00"] == 1.0 > found["gamma"] > found["gamma/step_01"] > 0
+
+    for version, collects in ((5, True), (4, False)):
+        resumed = {"checkpoint.resume": str(tmp_path / "drifts" / f"update-{version:06d}")}
+        again = Stage(tmp_path / f"resumed {version}", 0, metrics=metrics, **AUTO, **eight | resumed).play()
+        assert again.desk.collects == collects
+        assert again.desk.phases[0].startswith("groups are" if collects else "each group is")
 
 
 async def test_samples_of_another_policy_fail_the_first_update(tmp_path):

@@ -30,7 +30,7 @@ from tests.roles.actor_world import (
 @pytest.mark.parametrize("changes", [{}, {"algorithm.correction": {"mode": "decoupled"}}])
 def test_an_unreadable_group_changes_nothing(changes):
     samples = [f"{again} {group}.{i}" for again in ("again", "trajectory") for group in range(2) for i in range(4)]
-    drifts = dict.fromkeys(samples, SampleDrift((0.0, 0.0), None, 24))
+    drifts = dict.fromkeys(samples, SampleDrift((0.0, 0.0), None, 24, (0, 1)))
     ranks = [AccountingRank(rank=r, world=2, drifts=drifts) for r in range(2)]
     ranks[1].lost = {"trajectory 0.3"}
 

@@ -28,7 +28,7 @@ def decoupled(**settings: Any) -> dict[str, Any]:
 
 def make_drifts(kappa: bool = False) -> dict[str, SampleDrift]:
     return {
-        f"trajectory {g}.{i}": SampleDrift(tuple(row), tuple(abs(x) for x in row) if kappa else None, ELEMENTS)
+        f"trajectory {g}.{i}": SampleDrift(tuple(row), tuple(abs(x) for x in row) if kappa else None, ELEMENTS, (0, 1))
         for g, group in enumerate(DRIFTS)
         for i, row in enumerate(group)
     }
@@ -70,7 +70,7 @@ SIZES = torch.tensor([ELEMENTS, 3 * ELEMENTS])[:, None, None]  # of two buckets
     ],
 )
 def test_levels_of_weights(level, expected):
-    sizes = [SampleDrift(tuple(row), None, int(SIZES[g])) for g, group in enumerate(DRIFTS) for row in group]
+    sizes = [SampleDrift(tuple(row), None, int(SIZES[g]), (0, 1)) for g, group in enumerate(DRIFTS) for row in group]
     drifts = dict(zip(make_drifts(), sizes, strict=True))
     rank, _ = weigh(drifts=drifts, **decoupled(**IMPORTANCE, **level), **KL, **{"trainer.steps_per_update": 2})
     assert rank.log == ["proximal", "proximal", "accumulate", "step", "accumulate", "step"]
@@ -109,7 +109,7 @@ def test_weights_find_their_samples(data, sequence, steps, per_step, size):
     log_ratios = torch.arange(groups * size * 2, dtype=torch.float64).reshape(groups, size, 2) / (groups * size * 4)
     rewards = torch.rand(groups, size, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
     drifts = {
-        f"trajectory {g}.{i}": SampleDrift(tuple(log_ratios[g, i].tolist()), None, 24)
+        f"trajectory {g}.{i}": SampleDrift(tuple(log_ratios[g, i].tolist()), None, 24, (0, 1))
         for g in range(groups)
         for i in range(size)
     }

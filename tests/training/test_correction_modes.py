@@ -18,14 +18,28 @@ ROWS = 16  # 2 groups x 4 samples x 2 steps
 WEIGHTED = {"mode": "decoupled", "weights": "importance"}
 
 
-@pytest.mark.parametrize("max_updates", [0, 2, 8])
-def test_auto_is_what_the_staleness_budget_says(max_updates):
-    budget = {"staleness.max_updates": max_updates}
-    chosen = msgspec.to_builtins(automatic_correction(max_updates))
-    (metrics, got), (of_named, expected) = (
-        world.trained(engine, *groups)
-        for engine, groups in (world.moved(**budget, correction=c) for c in ({"mode": "auto"}, chosen))
+@pytest.mark.parametrize("reason", [None, "rounding", "drift"])
+def test_auto_trains_like_the_correction_that_it_stands_for(reason):
+    """Takes the weights of an update, as its rule sends them after a decision. Ranks know the start alone."""
+    chosen = automatic_correction(reason)
+    (engine, groups), (named, same) = (
+        world.moved(0.15, **{"staleness.max_updates": 8}, correction=c)
+        for c in ({"mode": "auto"}, msgspec.to_builtins(chosen))
     )
+    if chosen.needs_update:
+        drifts = [drift for group in same for drift in named.recompute_proximal(group)]
+        steps = torch.tensor([drift.steps for drift in drifts])
+        rows = Drift(torch.tensor([drift.log_ratio for drift in drifts], dtype=torch.float64), None, steps)
+        corrected = correct(rows, chosen, 24)
+        weights = corrected.weight * loss_factor(*normaliser(corrected, chosen))
+        assert len(corrected.gamma.unique()) == 2
+        groups, same = (
+            [replace(g, weights=w.tolist()) for g, w in zip(its, weights.view(2, 4, 2), strict=True)]
+            for its in (groups, same)
+        )
+    if reason is not None:
+        groups = [replace(group, proximal_ratio=True) for group in groups]
+    (metrics, got), (of_named, expected) = world.trained(engine, *groups), world.trained(named, *same)
     assert metrics == of_named
     world.assert_gradients(got, expected, rtol=0, atol=1e-12)
 
@@ -57,12 +71,18 @@ def test_several_steps_of_an_update_take_the_ratio_to_the_pass_at_its_start(weig
     assert world.step_on(engine, groups[1])["ratio_deviation"] == 0
 
 
-def test_interpolation_estimates_the_proximal_policy_from_staleness():
-    engine, groups = world.moved(correction={"mode": "interpolated", "weights": "importance", "cap": None})
+@pytest.mark.parametrize("interpolation", ["loglinear", "linear"])
+def test_interpolation_estimates_the_proximal_policy_from_staleness(interpolation):
+    correction = {"mode": "interpolated", "weights": "importance", "cap": None, "interpolation": interpolation}
+    engine, groups = world.moved(correction=correction)
     groups = [replace(g, staleness=[[0, 1], [1, 3], [0, 0], [2, 2]]) for g in groups]
 
     def loss(s: world.Step) -> Tensor:
-        proximal = s.recorded + s.staleness / (s.staleness + 1) * (s.log_prob.item() - s.recorded)
+        alpha, moved = s.staleness / (s.staleness + 1), s.log_prob.item() - s.recorded
+        if interpolation == "loglinear":
+            proximal = s.recorded + alpha * moved
+        else:
+            proximal = s.recorded + math.log(1 - alpha + alpha * math.exp(24 * moved)) / 24
         return math.exp(24 * (proximal - s.recorded)) * world.surrogate((s.log_prob - proximal).exp(), s.advantage)
 
     world.assert_trains(engine, groups, lambda steps: [loss(s) for s in steps])
@@ -149,6 +169,8 @@ CORRECTIONS = [
     {**MASKED, "level": "sequence", "log_ratio": "mean"},
     *({**base, "denominator": which} for base in (BAND, MASKED) for which in ("kept", "all")),
     {**WEIGHTED, "kappa_nats": 0.2, "k2": 0.02},
+    {**WEIGHTED, "cap": 1.1, "floor": 0.9, "band": (0.7, 1.6)},
+    {"mode": "decoupled", "k1": (0.6, 1.5), "k2": 0.1, "k3": 0.11, "reject_level": {"k2": "max", "k3": "sum"}},
     *({"mode": mode} for mode in ("none", "bypass", "decoupled")),
     {"mode": "bypass", **REJECTED},
     {"mode": "decoupled", **REJECTED},

@@ -156,4 +156,4 @@ def test_corrections_and_the_interpolated_policy_see_it(kind: str, tmp_path: Pat
     metrics = step_on(engine, group_of(engine, samples[:1]))
     assert metrics["weight/mean"] == pytest.approx(math.exp(L / 2), abs=1e-3)
     behaviour = samples[0]["log_probs"]
-    assert interpolated_log_prob(behaviour, behaviour + 1e-9, torch.tensor([1])).dtype == torch.float64
+    assert interpolated_log_prob(behaviour, behaviour + 1e-9, torch.tensor([1]), torch.ones(1)).dtype == torch.float64

@@ -38,6 +38,19 @@ def test_each_metric_is_reduced_as_declared_and_per_denoising_step():
     assert metrics.reduce(4) == {}
 
 
+def test_a_metric_of_samples_is_the_mean_over_samples_however_their_rows_arrive():
+    def function(means, numbers):
+        return means * numbers + 100 * numbers
+
+    metrics = Metrics(ParallelLayout())
+    for values, samples in (([1.0, 2.0], ["a", "b"]), ([3.0], ["a"]), ([4.0, 5.0], ["b", "c"])):
+        metrics.record_by_sample("sums", torch.tensor(values), samples, function)
+    assert metrics.reduce(4) == {"sums": (4 + 200 + 6 + 200 + 5 + 100) / 3}
+    metrics.record_by_sample("sums", torch.ones(1), ["a"], function)
+    metrics.clear()
+    assert metrics.reduce(4) == {}
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
@@ -89,6 +102,8 @@ def reduced(layout: ParallelLayout, number: int) -> dict[str, float]:
             metrics.record_by_step(reduction, own, steps, reduction)
     if 0 in mine:  # only where the first row is
         metrics.record("first", own[:1])
+    if mine:
+        metrics.record_by_sample("samples", own, mine, lambda means, numbers: means + numbers)
     return metrics.reduce(STEPS)
 
 
@@ -106,7 +121,7 @@ def test_rows_count_once_however_they_are_dealt():
     for found, sums in world.on_ranks(WORLD, work):
         for (sequence, rows), metrics in found.items():
             expected = reduced(ParallelLayout(), rows)
-            assert {"mean", "variance", "ess", "first", "mean/step_00"} <= expected.keys()
+            assert {"mean", "variance", "ess", "first", "samples", "mean/step_00"} <= expected.keys()
             assert metrics == pytest.approx(expected, rel=1e-9, abs=1e-12), (sequence, rows)
         groups = {sequence: WORLD / sequence for sequence in SEQUENCES}
         assert sums == {sequence: [number, 2.0 * number] for sequence, number in groups.items()}
@@ -123,6 +138,10 @@ def drifted(**changes: Any) -> tuple[TrainEngine, list[GroupBatch], list[world.S
 def ess(values: Iterable[float]) -> float:
     w = [math.exp(v) for v in values]
     return sum(w) ** 2 / (len(w) * sum(x * x for x in w))
+
+
+def batched(values: list[float], size: int) -> Iterable[list[float]]:
+    return (values[first : first + size] for first in range(0, len(values), size))
 
 
 def by_step(steps: list[world.Step]) -> dict[int, list[world.Step]]:
@@ -143,6 +162,10 @@ def test_drift_of_all_rows_and_of_each_denoising_step(mode):
         "log_ratio_nats/absmax": max(map(abs, nats)),
         "log_ratio_nats/variance": pvariance(nats),
         "ess": ess(nats),
+        "k3_nats": fmean(math.exp(x) - 1 - x for x in nats),
+        "chi2": fmean(math.exp(2 * x) - 1 for x in nats),
+        "chi2/sample": fmean(math.exp(2 * (a + b)) - 1 for a, b in batched(nats, 2)),
+        "perplexity_ratio": fmean(math.exp(-(a + b) / 2) for a, b in batched(nats, 2)),
         "kappa_nats": fmean(s.kappa for s in steps),
         "row_staleness/mean": 2,
         "row_staleness/max": 2,
@@ -155,7 +178,9 @@ def test_drift_of_all_rows_and_of_each_denoising_step(mode):
         expected[f"kappa_nats/step_{i:02d}"] = fmean(s.kappa for s in rows)
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=2e-5)
     assert {name for name in metrics if "step_" in name} == {name for name in expected if "step_" in name}
-    assert not {name for name in metrics if name.startswith(("weight", "masked"))}
+    assert not {name for name in metrics if name.startswith(("weight", "masked", "statistic"))}
+    assert ("drift_clipped" in metrics) == (mode == "bypass")
+    assert mode != "bypass" or metrics["drift_clipped"] == metrics["clip_fraction"]
 
 
 def test_weights_and_masks_of_all_rows_and_of_each_denoising_step():
@@ -174,12 +199,16 @@ def test_weights_and_masks_of_all_rows_and_of_each_denoising_step():
         "masked": fmean(w == 0 for w in all_weights),
         "masked/kappa_nats": fmean(s.kappa > 0.25 for s in steps),
         "masked/k1": fmean(not 0.8 <= math.exp(s.nats) <= 1.5 for s in steps),
+        "statistic/kappa_nats/mean": fmean(s.kappa for s in steps),
+        "statistic/kappa_nats/max": max(s.kappa for s in steps),
+        "statistic/k1/mean": fmean(math.exp(abs(s.nats)) for s in steps),
+        "statistic/k1/max": max(math.exp(abs(s.nats)) for s in steps),
     }
     assert 0 < expected["masked/kappa_nats"] < expected["masked"] < 1
     for i, rows in by_step(steps).items():
         expected[f"weight/mean/step_{i:02d}"] = fmean(map(weight, rows))
         expected[f"masked/step_{i:02d}"] = fmean(weight(s) == 0 for s in rows)
-    got = {name: value for name, value in metrics.items() if name.startswith(("weight", "masked"))}
+    got = {name: value for name, value in metrics.items() if name.startswith(("weight", "masked", "statistic"))}
     assert got == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
@@ -205,4 +234,6 @@ def test_neither_a_stale_step_nor_a_later_one_of_an_update_can_tell_a_mismatch()
     assert metrics["engine_mismatch_nats"] < 1e-4
     assert metrics["log_ratio_nats/absmax"] == pytest.approx(2.4, rel=1e-3)
     assert (metrics["fresh_fraction"], metrics["row_staleness/mean"], metrics["row_staleness/max"]) == (7 / 8, 1 / 8, 1)
-    assert ["engine_mismatch_nats" in world.update(engine, seed) for seed in range(3)] == [False, True, False]
+    found = [world.update(engine, seed) for seed in range(3)]
+    for name in ("engine_mismatch_nats", "drift_clipped"):
+        assert [name in metrics for metrics in found] == [False, True, False]

@@ -209,8 +209,8 @@ def _with_updates(config: Config, updates: int) -> Config:
 def _arm_config(recipe: Path, overrides: Sequence[str], base: Config, arm: Arm) -> Config:
     """Return the arm's configuration, its buffers large enough that it never waits for them.
 
-    If the recipe leaves the correction to its staleness budget (`auto`), every arm uses the correction of the recipe's
-    own budget: arms must do the same work. Raises ConfigError if the recipe rules the arm out."""
+    If the recipe leaves the correction to measurements (`auto`), every arm uses the one that a run starts with: arms
+    must do the same work. Raises ConfigError if the recipe rules the arm out."""
     updates = base.trainer.updates
     groups = (arm.max_updates + 1) * base.trainer.groups_per_update
     has_ratio = find_kind(find_objective(base.algorithm.name).kind).ratio  # without a ratio, nothing needs correction

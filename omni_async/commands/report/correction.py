@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from omni_async.algorithms.mismatch import CLIPPED_AT_MOST, Mismatch
+from omni_async.algorithms.mismatch import CLIPPED_AT_MOST, DRIFTED_AT_MOST, Mismatch
 from omni_async.commands.report.blocks import (
     Axis,
     Block,
@@ -52,12 +52,21 @@ _DIAGNOSTICS = (
     ),
     _Diagnostic("log_ratio_nats/absmax", "Drift, largest log-ratio", "nats", "The row that drifted most."),
     _Diagnostic("kappa_nats", "Drift as an exact KL", "nats", "The same drift without sampling noise."),
+    _Diagnostic("k3_nats", "Drift as an estimated KL", "nats", "The same, estimated from log-ratios.", 0),
     _Diagnostic(
         "clip_fraction",
         "Clipped rows",
         "fraction",
         "Rows outside the clip range: they do not push further. Above a half, steps or staleness are large.",
         0,
+    ),
+    _Diagnostic(
+        "drift_clipped",
+        "Rows clipped by drift",
+        "fraction",
+        "Rows outside the clip range before the update moves them. Mode auto leaves bypass above the mark.",
+        0,
+        1,
     ),
     _Diagnostic("masked", "Masked rows", "fraction", "Rows that the off-policy correction leaves out.", 0, 1),
     _Diagnostic("weight/mean", "Importance weight, mean", "", "Near 1 where the correction has little to do."),
@@ -90,6 +99,7 @@ _DIAGNOSTICS = (
     ),
     _Diagnostic("grad_norm", "Gradient norm", "", "Before clipping; spikes come with large drift or a broken reward."),
 )
+_LIMITS = {"engine_mismatch_clipped": CLIPPED_AT_MOST, "drift_clipped": DRIFTED_AT_MOST}
 _MOST_STEPS = 128
 _PER_STEP = re.compile(r"(?P<name>.+)/step_(?P<step>\d+)")
 _STEP_TITLES = {
@@ -97,6 +107,7 @@ _STEP_TITLES = {
     "engine_mismatch_nats/mean": ("Mismatch of engine and trainer per denoising step, mean", "nats"),
     "engine_mismatch_nats/variance": ("Mismatch of engine and trainer per denoising step, variance", "nats²"),
     "ess": ("Effective sample size per denoising step", "fraction"),
+    "gamma": ("Exponent of tempered weights per denoising step", ""),
     "kappa_nats": ("Exact KL per denoising step", "nats"),
     "weight/mean": ("Importance weight per denoising step", ""),
     "masked": ("Masked rows per denoising step", "fraction"),
@@ -106,12 +117,15 @@ _STEP_TITLES = {
 def correction(shown: Sequence[Shown]) -> Section:
     """Return the section of the drift's diagnostics, all runs in each chart."""
     lead = "Off-policy data are fine while the policies stay close. These say how close they are."
-    blocks: list[Block] = [Text(sentence) for run in shown if (sentence := _at_the_start(run)) is not None]
+    sentences = [
+        sentence for run in shown for sentence in (_at_the_start(run), _left_bypass(run)) if sentence is not None
+    ]
+    blocks: list[Block] = [Text(sentence) for sentence in sentences]
     for one in _DIAGNOSTICS:
         curves = with_bands([run for run in shown if run.has(one.key)], lambda run: run.points(one.key))  # noqa: B023
         if any(curve.y for curve in curves):
             y = Axis("", one.unit, one.low, one.high)
-            marks = [Mark("warning", CLIPPED_AT_MOST)] if one.key == "engine_mismatch_clipped" else []
+            marks = [Mark("warning", _LIMITS[one.key])] if one.key in _LIMITS else []
             note = thinning_note(curves)
             blocks.append(
                 Chart(
@@ -140,6 +154,15 @@ def _at_the_start(one: Shown) -> str | None:
     drifts = [abs(line["log_ratio_nats/variance"]) for line in stale if "log_ratio_nats/variance" in line]
     drift = f"; stale rows drift by {fmean(drifts) ** 0.5:.2g} nats" if drifts else ""
     return f"{one.label}: engine and trainer under the same weights: {found.shown}{drift}."
+
+
+def _left_bypass(one: Shown) -> str | None:
+    """Return when mode `auto` left `bypass`, in words; None if it did not."""
+    left = next((line for line in map(_numbers, one.run.updates) if line.get("proximal_ratio") == 1), None)
+    if left is None:
+        return None
+    weights = " with tempered weights" if "gamma" in left else ""
+    return f"{one.label}: correction.mode auto is decoupled{weights} from update {left.get('update', 0):.0f} on."
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, float]:

@@ -209,6 +209,32 @@ _POLICY = (
         "up",
     ),
     Metric(
+        "k3_nats",
+        Group.POLICY,
+        "mean of exp(L) - 1 - L: the KL from the policy that took the step, estimated from L (the largest exp(L) is"
+        " e^20 here and in the next three)",
+        "nats",
+        "down",
+    ),
+    Metric("chi2", Group.POLICY, "mean of exp(2 L) - 1: the chi-square divergence of single steps", better="down"),
+    Metric(
+        "chi2/sample", Group.POLICY, "the same of whole samples, whose L is the sum over their steps", better="down"
+    ),
+    Metric(
+        "perplexity_ratio",
+        Group.POLICY,
+        "mean over samples of exp(-L), L its mean over the sample's steps: above 1 the trainer's policy finds the"
+        " samples less likely",
+    ),
+    Metric(
+        "drift_clipped",
+        Group.POLICY,
+        "with `mode: bypass` or an undecided `auto`: share of rows that the clip range or a mask takes before the"
+        " update has moved them (`auto` leaves bypass if the median of 5 updates exceeds a fifth)",
+        "fraction",
+        "down",
+    ),
+    Metric(
         "kappa_nats",
         Group.POLICY,
         "D kappa: the same drift as an exact KL, without sampling noise; only where engines return means, which are as"
@@ -258,9 +284,16 @@ _POLICY = (
     Metric("weight/mean", Group.POLICY, "importance weights; only with `algorithm.correction` weights or masks"),
     Metric("weight/max", Group.POLICY, "the largest of them"),
     Metric("weight/variance", Group.POLICY, "their variance", better="down"),
-    Metric("gamma", Group.POLICY, "exponent of tempered importance weights"),
+    Metric("gamma", Group.POLICY, "exponent of tempered importance weights, its mean over rows"),
     Metric("masked", Group.POLICY, "share of rows that any rule masked", "fraction"),
     Metric("masked/<rule>", Group.POLICY, "share of rows that this rule masked", "fraction"),
+    Metric(
+        "statistic/<rule>/mean",
+        Group.POLICY,
+        "the value that this rule bounds, at its level: `kappa_nats` D kappa, `m2` L², `k1` exp(|L|), `k2` L² / 2,"
+        " `k3` exp(L) - 1 - L, `band` the weight",
+    ),
+    Metric("statistic/<rule>/max", Group.POLICY, "the largest of them, at most 1e12"),
     Metric(
         "log_prob/<medium>",
         Group.POLICY,
@@ -278,6 +311,7 @@ _STEPS = tuple(
         "ess": "effective sample size",
         "kappa_nats": "D kappa in nats",
         "weight/mean": "mean importance weight",
+        "gamma": "exponent of tempered importance weights (`tempering: step`)",
         "masked": "share of masked rows",
     }.items()
 )

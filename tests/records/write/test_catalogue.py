@@ -21,7 +21,9 @@ def recorded(folder: Path) -> Iterator[str]:
         match node:
             case ast.Call(func=ast.Name(id="by_step"), args=[ast.Constant() as name, *_]):
                 yield f"{text(name)}/step_03"
-            case ast.Call(func=ast.Name(id="record") | ast.Attribute(attr="record"), args=[name, *_]):
+            case ast.Call(
+                func=ast.Name(id="record") | ast.Attribute(attr="record" | "record_by_sample"), args=[name, *_]
+            ):
                 yield text(name)
 
 
