@@ -130,8 +130,8 @@ class Correction(Section, kw_only=True, frozen=True):
         rescales = self.normalises or (self.denominator == "kept" and self.masks)
         return self.needs_update or (rescales and penalised)
 
-    def reject_level_of(self, rule: Literal["k1", "k2", "k3"]) -> RejectLevel:
-        """Return the level at which a rule applies."""
+    def reject_level_of(self, rule: str) -> RejectLevel:
+        """Return the level at which `k1`, `k2` or `k3` applies."""
         levels = self.reject_level
         if isinstance(levels, str):
             return levels
