@@ -178,7 +178,7 @@ def _reserve() -> Figure:
     config = load(_RESERVE_RECIPE, ["schedule=async"])
     assert config.emulation is not None
     per_update = config.trainer.groups_per_update
-    reserves = [0, per_update // 2, per_update, 2 * per_update, 4 * per_update, "auto", "all"]
+    reserves: list[int | str] = [0, per_update // 2, per_update, 2 * per_update, 4 * per_update, "auto", "all"]
     found = reserved(config, load_profile(config.emulation.profile), reserves, _say)
     sys.stdout.writelines(f"{line}\n" for line in reserve_table(found, per_update))
     return reserve_plot(found, per_update)

@@ -188,11 +188,13 @@ def with_spec(config: Config) -> Config:
         buckets.append(replace(bucket, sampling=decode(msgspec.to_builtins(spec) | own, sampling, *key)))
     rollout = replace(rollout, sampling=spec, buckets=tuple(buckets))
     if config.algorithm.teacher is not None:
-        own, key = config.algorithm.teacher.sampling, ("algorithm", "teacher", "sampling")
+        guided = config.algorithm.teacher.sampling
         for one in rollout.specs:
-            taught = decode(msgspec.to_builtins(one) | own, sampling, *key)
+            taught = decode(msgspec.to_builtins(one) | guided, sampling, "algorithm", "teacher", "sampling")
             if taught.media() != one.media():
-                raise ConfigError(f"{'.'.join(key)}: a teacher computes the policy's samples, so it has their size")
+                raise ConfigError(
+                    "algorithm.teacher.sampling: a teacher computes the policy's samples, so it has their size"
+                )
     return replace(config, model=replace(config.model, pipeline=name), rollout=rollout)
 
 

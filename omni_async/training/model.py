@@ -7,7 +7,7 @@ are held in `model.dtype`, since nothing is ever added to them.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -93,7 +93,8 @@ class ModuleBackend:
 
     def same_family(self, path: str) -> Policy:
         """Return the policy of another checkpoint of the family; `PipelineFamily.policy` is a class of one argument."""
-        return type(self.policy)(path)
+        of_checkpoint: Callable[[str], Policy] = type(self.policy)
+        return of_checkpoint(path)
 
     def _with_teacher(self, path: str) -> AuxiliaryPolicies:
         """Load the teacher. Raises ValueError, one line, if it is no checkpoint of the model's architecture."""

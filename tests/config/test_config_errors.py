@@ -131,7 +131,10 @@ def test_wrong_paths(path: str, value: str) -> None:
         ("schedule=asnyc", "one_step_off', 'async' or null, got 'asnyc'; did you mean 'async'?"),
         ("buffer.max_bytes=9GB", "str of a number from 1 on and KiB, MiB, GiB or TiB, like '8GiB' or null, got '9GB'"),
         # values above a bound are told the bound and its reason
-        ("staleness.max_updates=1000000", "~: expected int >= 0, <= 1000 (S + 1 updates' groups may be admitted at once,"),
+        (
+            "staleness.max_updates=1000000",
+            "~: expected int >= 0, <= 1000 (S + 1 updates' groups may be admitted at once,",
+        ),
         ("rollout.num_inference_steps=5000", "<= 1000 (the schedulers of diffusion models know 1000 timesteps), got"),
         ("placement.trainer.gpus=1.5", "placement.trainer.gpus: Ray divides one accelerator, but no more than one: "),
         ("placement.reward.gpus=0.00001", "~: Ray counts in ten-thousandths, expected at least 0.0001, got 1e-05"),
