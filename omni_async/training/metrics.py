@@ -32,7 +32,8 @@ _OF_THE_RUN = {
     "perplexity_ratio", "gamma", "kappa_nats", "statistic", "drift_clipped", "row_staleness",
     "engine_mismatch_nats", "engine_mismatch", "engine_mismatch_velocity", "engine_mismatch_clipped",
     "engine_mismatch_honest", "fresh_fraction", "proximal_ratio", "weight", "masked", "busy", "buffers", "finished",
-    "conservation", "admission", "encoder", "score_cache", "scorer", "flops", "peak_tflops", "tflops", "mfu", "stage_s",
+    "conservation", "admission", "encoder", "prefix", "score_cache", "scorer", "flops", "peak_tflops", "tflops", "mfu",
+    "stage_s",
 }
 # fmt: on
 _OfSamples: TypeAlias = Callable[[Tensor, Tensor], Tensor]

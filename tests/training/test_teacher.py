@@ -53,9 +53,9 @@ def test_distill_has_the_gradient_of_the_kl_to_the_teacher_however_rows_are_deal
     assert metrics["loss"] == pytest.approx(2 * mean, rel=1e-5)
 
 
-def test_the_loss_of_distill_reads_neither_advantages_nor_the_correction_of_the_staleness_budget():
+def test_the_loss_of_distill_reads_neither_advantages_nor_the_automatic_correction():
     (engine, groups), (other, _) = world.moved(**DISTILL), world.moved(**DISTILL, **{"staleness.max_updates": 8})
-    assert other.config.correction.weights == "tempered"
+    assert other.config.correction.mode == "bypass"
     for group in groups:
         group.advantages[:] = [0.0] * len(group.advantages)
     (metrics, gradients), (found, of_other) = world.trained(engine, *groups), world.trained(other, *groups)

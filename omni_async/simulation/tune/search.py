@@ -26,7 +26,6 @@ from omni_async.config import Config, ConfigError
 from omni_async.config.checks import check
 from omni_async.performance.law import smallest_useful_budget
 from omni_async.performance.profile import Profile
-from omni_async.roles.plan import plan_updates
 from omni_async.simulation.result import Simulated
 from omni_async.simulation.sweep import choose_bundle
 from omni_async.simulation.tune import keys as key
@@ -334,16 +333,8 @@ class Trials:
         return self._points[name]
 
     def refusal(self, keys: Keys) -> str | None:
-        """Return why the schema refuses these keys, or why the algorithm cannot stream, which also depends on S.
-
-        The latter is checked only if `trainer.streaming: on` requires it."""
-        config = with_keys(self.config, {**keys, **self.kept})
-        problem = check(config)
-        if problem is None and config.trainer.streaming == "on" and (plan := plan_updates(config)).mode == "collect":
-            problem = (
-                f"trainer.streaming: 'on' cannot be had with a budget of {config.staleness.max_updates}: {plan.why}"
-            )
-        return problem
+        """Return why the schema refuses these keys; None if it does not."""
+        return check(with_keys(self.config, {**keys, **self.kept}))
 
     def measure_noise(self, point: Point) -> None:
         """Measure the effect of another seed, as a fraction of images per second: half the range over a few seeds.

@@ -10,7 +10,6 @@ import pytest
 from omni_async.commands.bench.measure import steady_part
 from omni_async.commands.bench.plan import BASELINES, DEFAULT_ARMS, Arm, finished_run, make_plan, parse_arms
 from omni_async.config import ConfigError
-from omni_async.config.algorithm import automatic_correction
 from omni_async.config.schedule import SCHEDULES
 from omni_async.roles.plan import plan_updates
 from tests.commands.bench import overlap_world as world
@@ -113,7 +112,6 @@ def test_every_arm_corrects_in_the_same_way(tmp_path, given, mode):
     found = plan(tmp_path, *given)
     assert {p.config.correction.mode for p in found.arms} == {mode}
     assert len({plan_updates(p.config).proximal for p in found.arms}) == 1
-    assert automatic_correction(8).mode != automatic_correction(2).mode  # what `auto` would have made of it
 
 
 def test_a_wrong_override_or_a_job_that_generates_nothing_is_the_recipes_error_and_no_skipped_arm(tmp_path):
