@@ -141,14 +141,14 @@ def test_a_group_shares_its_prefix(family, engine, batcher, how):
     running("_call", "note_rows")
     running("_call", "begin", 2**29, how == "request", True)
     made = running("generate", requests)
+    # Only the sum: who takes a step for the others depends on who is in the batch by then.
     steps = sum(running("_call", "noted_rows")["rows"])
     assert steps == sum(6 - one.shared_steps for one in made) == 6 * 10 - 3 * 3 - 3 * 2
-    assert sorted(one.shared_steps for one in made) == [0] * 4 + [2] * 3 + [3] * 3
     for one, other, expected in zip(alone, made, reference(family, requests), strict=True):
         assert one.shared_steps == 0
         assert_same(one, other, 1e-5)
         assert_same(other, expected, 1e-4)
-    engine("_call", "begin", 2**29, how == "request", False)
+    running("_call", "begin", 2**29, how == "request", False)
 
 
 @QWEN_IMAGE

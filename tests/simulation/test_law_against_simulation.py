@@ -183,7 +183,10 @@ def test_in_step_and_not_streaming_the_law_is_what_a_step_takes(config: Config, 
 @given(configs(most_updates=0), profiles, st.integers(0, 3))
 def test_more_staleness_is_never_slower(config: Config, profile: Profile, budget: int) -> None:
     """Takes one engine and one reward worker: several may deal themselves batches unevenly, and then a larger budget
-    can be slower (two engines of 16, 12 samples an update, S = 3 against 2: by 12 %)."""
+    can be slower (two engines of 16, 12 samples an update, S = 3 against 2: by 12 %). Leaves out `swap: request`: new
+    weights wait for the batch under way, which an engine that is never idle always has (batches of 2, groups of 3, one
+    group an update, S = 3 against 2: by 12 %)."""
+    assume(config.weights.swap != "request")
     streaming = {"placement.colocated": False, "reward.streaming": True, "trainer.streaming": "auto"}
     config = with_keys(config, {"rollout.workers": 1, "reward.workers": 1})
     config = with_keys(config, {**ROOMY, **streaming, "rollout.max_inflight": config.rollout.max_batch})
