@@ -1,4 +1,4 @@
-"""Measures what samples of a group with the same initial noise save, and what that does to their rewards.
+"""Measures how many steps samples with the same initial noise save, and the effect on their rewards.
 
 An engine generates groups of a recipe, each three times, in turns, and the recipe's first scorer scores them:
 - with initial noise of each sample's own;

@@ -174,8 +174,8 @@ def _offline(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
         yield "data.prompts: with data.preferences the prompts come from the pairs; remove it"
 
 
-# Keys that a mode of the correction cannot use: the mode, the keys, the reason, and the alternative. The keys of mode
-# bypass are those that an objective with a ratio cannot use.
+# Keys that a mode of the correction cannot use: the mode, the keys, the reason, and the alternative. An
+# objective without a ratio may have weights in mode bypass.
 _OF_MODE = (
     ("none", ("weights",), "mode none takes samples as if they were fresh", "mode: decoupled, or weights: none"),
     (

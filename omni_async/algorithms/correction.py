@@ -180,7 +180,7 @@ def importance_weights(
     """Return (weights w, gamma), both (N, W) float64, w = exp(clamp(gamma e, +-20)) with the `exponents` e of the rows.
 
     gamma is 1 unless weights are `tempered`: then it is the `tempering_exponent` of the rows that reach the loss, or 1
-    without such rows. With tempering `step` each denoising step has the exponent of its own rows. First weights outside
+    without such rows. With tempering `step` each denoising step has an exponent for its rows. First weights outside
     `band` become 0 (IcePop). Then the others are truncated at `cap` and raised to `floor` (slime's TIS). `weights:
     none` gives ones. Rows that are not kept have weights like any other row.
 
@@ -188,7 +188,7 @@ def importance_weights(
     cannot lower the effective sample size.
 
     Args:
-        drift: L in nats; of a whole update where weights are tempered, with `steps` where they are tempered per step.
+        drift: L in nats; of a whole update for tempered weights, with `steps` for tempering `step`.
         settings: `algorithm.correction`.
         num_elements: D, the latent elements of a sample.
         kept: (N, W) bool, True for rows that the rules keep; None: all rows.

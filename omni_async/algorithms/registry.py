@@ -228,7 +228,7 @@ def _dpo_problems(config: Config) -> Iterator[str]:
 
 def _distill_problems(config: Config) -> Iterator[str]:
     if config.algorithm.teacher is None:
-        yield "algorithm.teacher: distill learns from a teacher alone, and null is none; set algorithm.teacher.path"
+        yield "algorithm.teacher: distill learns from a teacher alone, got null; set algorithm.teacher.path"
 
 
 def _on_steps(name: str, summary: str, kind: str = "transition", **options: Any) -> Objective:

@@ -244,7 +244,7 @@ class Forward(Section, kw_only=True, frozen=True):
 
 
 class Teacher(Section, kw_only=True, frozen=True):
-    """A frozen policy that the trained one is distilled from, step by step, at the states of its own samples."""
+    """A frozen policy. The policy in training is distilled from it, step by step, at the states of its samples."""
 
     path: Plain
     """Checkpoint of the teacher in diffusers layout, of the architecture of `model.path`. Relative to the recipe's

@@ -15,7 +15,7 @@ takes engines from training. With a fixed reserve (`staleness.reserve`), `ahead`
 work on so many groups.
 
 If another stage is the slowest, the trainer waits. Then as many groups are admitted as the trainer would need during a
-lead if it never waited. That keeps the slowest stage busy, and groups do not queue at it.
+lead if it never waited. The slowest stage stays busy, and groups do not queue at it.
 
 `starved_s` bounds the price: the trainer's waits that began while a group was withheld, and at most the time for which
 each other stage could have taken another group.

@@ -211,11 +211,11 @@ class Trainer:
         """Have the rule learn from a finished update. Return its sentence for the console, if it has one."""
         if not self._draws:
             return None
-        before, said = self.rule.plan.mode, self.rule.learn(metrics)
+        before, message = self.rule.plan.mode, self.rule.learn(metrics)
         if self.rule.plan.mode == before:
-            return said
+            return message
         await self.coordinator.trainer_collects(self.rule.plan.mode == "collect")
-        return f"{said}; {self.rule.plan.said}"
+        return f"{message}; {self.rule.plan.said}"
 
     async def _compare(self, metrics: dict[str, float], decided: str | None) -> dict[str, float]:
         """Report the distance between engine and trainer under the same weights: once, and if rounding is exceeded.

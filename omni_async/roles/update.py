@@ -60,9 +60,9 @@ class PolicyGradient:
     def learn(self, metrics: dict[str, float]) -> str | None:
         if self._auto is None:
             return None
-        said = self._auto.learn(metrics)
+        message = self._auto.learn(metrics)
         self._plan_by(self._auto)
-        return said
+        return message
 
     def _plan_by(self, auto: AutomaticCorrection) -> None:
         if auto.reason is not None:

@@ -75,7 +75,7 @@ class SharedDevices:
 
 
 class Outage(msgspec.Struct, frozen=True):
-    """A span of virtual time in which no job of a stage makes progress: all engines are away, or all scorers."""
+    """A span of virtual time in which no job of a stage makes progress: all engines or all scorers are away."""
 
     stage: Literal["generate", "score"]
     start_s: float

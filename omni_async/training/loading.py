@@ -38,7 +38,7 @@ class Loading(Protocol):
         """Allocate parameters without memory on `device`, and read their values from the checkpoint."""
 
     def stored(self, name: str) -> Any:
-        """Return a parameter in the checkpoint, perhaps unread: `[...]` or a slice reads it. Not after `fill`."""
+        """Return a parameter in the checkpoint; `[...]` or a slice reads it. Not after `fill`."""
 
 
 class WholeModel:

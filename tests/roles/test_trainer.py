@@ -288,15 +288,15 @@ def test_the_automatic_correction_follows_the_drift_of_several_updates(shares, s
     rule, decided = rule_of(**{"staleness.max_updates": 8}), {}
     assert (rule.plan.mode, rule.config.correction.mode) == ("unscaled", "bypass"), "it streams, whatever S"
     for update, metrics in enumerate(drifted(*shares), start=1):
-        said = rule.learn(metrics)
+        message = rule.learn(metrics)
         assert (rule.plan.mode == "collect") == rule.plan.proximal == (switches is not None and update >= switches)
-        if said is not None:
-            decided[update] = said
+        if message is not None:
+            decided[update] = message
     assert decided.pop(1) == "algorithm.correction.mode auto stays bypass"
     assert [*decided] == [switches] * (switches is not None)
-    for said in decided.values():
-        assert "becomes decoupled with tempered weights from the next update on: " in said
-        assert "of the rows are outside the clip range" in said and "spread by 1.2 nats" in said
+    for message in decided.values():
+        assert "becomes decoupled with tempered weights from the next update on: " in message
+        assert "of the rows are outside the clip range" in message and "spread by 1.2 nats" in message
         correction = rule.config.correction
         assert (correction.mode, correction.weights, correction.tempering) == ("decoupled", "tempered", "step")
     resumed = rule_of(**{"staleness.max_updates": 8})

@@ -1,4 +1,4 @@
-"""Tests that samples of a group share the steps before their window, and are the samples that they would be alone."""
+"""Tests that samples of a group share the steps before their window, with the values that each would have alone."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tests that each alert fires on its fault, and is silent on similar runs."""
+"""Tests that each alert fires on its fault, and not on similar runs."""
 
 from __future__ import annotations
 
