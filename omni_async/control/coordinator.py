@@ -1,12 +1,12 @@
 """Hosts the whole control plane in one asyncio class, the coordinator.
 
 All other roles request work from it and report their results to it. It is a shell: the transition tables of
-`SampleTable` and `GroupTable` define which events a sample or a group accepts, and which resources an event releases.
+`sample.py` and `group.py` define which events a sample or a group accepts, and which resources an event releases.
 
-  samples    QUEUED --> LEASED --> GENERATED --> SCORING --> SCORED        (sample_table.py)
+  samples    QUEUED --> LEASED --> GENERATED --> SCORING --> SCORED        (sample.py)
              producer   engine                   reward      |
                                                  worker      v  all samples of the group
-  groups     MAKING --------------------------------------> READY --> TRAINING --> TRAINED --> GONE    (group_table.py)
+  groups     MAKING --------------------------------------> READY --> TRAINING --> TRAINED --> GONE    (group.py)
              admitted: a slot is free                                 trainer      published: the slot is free
 
 | call            | made by  | waits for                          | unblocked by                                     |
@@ -42,13 +42,15 @@ from omni_async.control.admission import JustInTime
 from omni_async.control.control_state import ControlState
 from omni_async.control.ending import Ending
 from omni_async.control.events import EventLog, RunEvent
-from omni_async.control.group_table import Group, GroupTable, TooStale
+from omni_async.control.group import Group
+from omni_async.control.group_table import GroupTable, TooStale
 from omni_async.control.ledger import Ledger
 from omni_async.control.reasons import count
 from omni_async.control.reporting import Record, buffer_statistics, control_state, round_event, update_event
 from omni_async.control.requests import GroupSource, RequestFactory, require_trained_steps
 from omni_async.control.reward_formula import RewardFormula
-from omni_async.control.sample_table import Complete, EndRun, Failure, Pause, Sample, SampleTable
+from omni_async.control.sample import Complete, EndRun, Failure, Pause, Sample
+from omni_async.control.sample_table import SampleTable
 from omni_async.control.scorer_totals import ScorerTotals
 from omni_async.control.validation import Validation, ValidationRound
 from omni_async.control.versions import Versions, WeightMismatch

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState, Unfinished
-from omni_async.control.group_table import Group
+from omni_async.control.group import Group
 from omni_async.control.seeds import PromptStream, draw_bucket, initial_noise_seed, sample_seeds, window_of
 from omni_async.types import Prompt, ReadyGroup, SampleKind, SampleRequest, SampleResult, SdeWindow
 

@@ -1,30 +1,7 @@
-"""Owns every live sample: its state, and the events that it accepts.
+"""Owns every live sample, and moves it from state to state (`omni_async.control.sample`).
 
 Pure bookkeeping: waits for nothing, holds no timer and calls nobody. A method returns an `Outcome` if the coordinator
 has to act on what happened.
-
-         lease          generate           take            score
-  QUEUED ------> LEASED --------> GENERATED ----> SCORING --------> SCORED
-    ^              |                  ^              |                 |
-    |              |                  +-- return ----+                 |
-    |              |                  +-- postpone --+                 |
-    |              |                  +-- resume -- PAUSED <- pause    |
-    +--- lose -----+------- lose (its tensors are gone) ---------------+
-
-An event in the wrong state is an error. `end`, of a group or a round, leads to GONE from every state except LEASED: a
-leased sample is ABANDONED until its engine answers. FAILED samples will have no score: their round continues without
-them, their group ends.
-
-| state     | trajectory slot | bytes    | is with                                                                  |
-|-----------|-----------------|----------|--------------------------------------------------------------------------|
-| QUEUED    |                 | expected | no worker: it waits for an engine, the oldest group's sample first       |
-| LEASED    | held            | expected | `engine`                                                                 |
-| ABANDONED | held            | expected | `engine`, whose answer will be ignored                                   |
-| GENERATED | held            | its own  | no worker: it waits for a reward worker                                  |
-| SCORING   | held            | its own  | `workers`, one or several; the first score counts                        |
-| PAUSED    | held            | its own  | no worker: it waits for the end of a pause                               |
-| SCORED    |                 | its own  | its group or round                                                       |
-| FAILED    |                 |          | its round                                                                |
 
 A transition releases everything that the old state held and the new state does not. Slots are taken *before* work
 begins, so a finished sample never waits for room. The bytes of validation samples do not count.
@@ -39,55 +16,50 @@ import heapq
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
-from enum import IntEnum
 from itertools import chain, islice
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from omni_async.config import Config
 from omni_async.control.held_bytes import HeldBytes
-from omni_async.control.lead import Stage, Times
-from omni_async.control.scorer_faults import ScorerFaults
-from omni_async.types import SampleKind, SampleRequest, SampleResult, Score, ScoreJob, ScoreResult, Terminal
-
-SampleState = IntEnum("SampleState", "QUEUED LEASED ABANDONED GENERATED SCORING PAUSED SCORED FAILED GONE")
-SampleEvent = IntEnum(
-    "SampleEvent", "LEASE GENERATE LOSE TAKE RETURN POSTPONE PAUSE RESUME SCORE RESTORE FAIL END ANSWER"
+from omni_async.control.lead import Stage
+from omni_async.control.sample import (
+    ABANDONED,
+    ANSWER,
+    END,
+    FAIL,
+    FAILED,
+    GENERATE,
+    GENERATED,
+    GONE,
+    LEASE,
+    LEASED,
+    LOSE,
+    PAUSE,
+    PAUSED,
+    POSTPONE,
+    QUEUED,
+    RESTORE,
+    RESUME,
+    RETURN,
+    SAMPLE_TRANSITIONS,
+    SCORE,
+    SCORED,
+    SCORING,
+    TAKE,
+    Complete,
+    EndRun,
+    Failure,
+    Outcome,
+    Pause,
+    Sample,
+    SampleEvent,
+    SampleSet,
+    SampleState,
 )
-# Bound to module names because looking up a member of the enum takes longer than the transition.
-QUEUED, LEASED, ABANDONED, GENERATED, SCORING, PAUSED, SCORED, FAILED, GONE = SampleState
-LEASE, GENERATE, LOSE, TAKE, RETURN, POSTPONE, PAUSE, RESUME, SCORE, RESTORE, FAIL, END, ANSWER = SampleEvent
+from omni_async.control.scorer_faults import ScorerFaults
+from omni_async.types import SampleKind, SampleRequest, SampleResult, Score, ScoreJob, ScoreResult
 
-SAMPLE_TRANSITIONS: dict[tuple[SampleState, SampleEvent], SampleState] = {
-    (QUEUED, LEASE): LEASED,
-    (QUEUED, RESTORE): SCORED,  # from an earlier attempt of the run
-    (QUEUED, END): GONE,
-    (LEASED, GENERATE): GENERATED,
-    (LEASED, LOSE): QUEUED,
-    (LEASED, FAIL): FAILED,
-    (LEASED, END): ABANDONED,
-    (ABANDONED, ANSWER): GONE,
-    (GENERATED, TAKE): SCORING,
-    (GENERATED, LOSE): QUEUED,
-    (GENERATED, FAIL): FAILED,
-    (GENERATED, END): GONE,
-    (SCORING, TAKE): SCORING,  # by another worker
-    (SCORING, ANSWER): SCORING,  # without a score, while another worker still has it
-    (SCORING, RETURN): GENERATED,  # before all others: the trainer needs an older group sooner
-    (SCORING, POSTPONE): GENERATED,  # behind all others
-    (SCORING, PAUSE): PAUSED,
-    (SCORING, SCORE): SCORED,
-    (SCORING, LOSE): QUEUED,
-    (SCORING, FAIL): FAILED,
-    (SCORING, END): GONE,
-    (PAUSED, RESUME): GENERATED,  # before all others
-    (PAUSED, LOSE): QUEUED,
-    (PAUSED, END): GONE,
-    (SCORED, LOSE): QUEUED,
-    (SCORED, END): GONE,
-    (FAILED, END): GONE,
-}
 _AT_ENGINE = frozenset({LEASED, ABANDONED})
 _DONE = frozenset({SCORED, FAILED})
 _HOLDS_SLOT = frozenset({LEASED, ABANDONED, GENERATED, SCORING, PAUSED})
@@ -121,90 +93,6 @@ def _effect(before: SampleState, after: SampleState) -> _Effect:
 _EFFECTS: list[list[_Effect | None]] = [[None] * (len(SampleEvent) + 1) for _ in range(len(SampleState) + 1)]
 for (_before, _event), _after in SAMPLE_TRANSITIONS.items():
     _EFFECTS[_before][_event] = _effect(_before, _after)
-
-
-class SampleSet:
-    """Samples that are useful only together: a group, or a validation round.
-
-    `attempts` is the largest number of generations that any sample needed, `num_missing` the number of samples that are
-    neither scored nor failed. `times` are measured for groups."""
-
-    def __init__(self, kind: SampleKind, number: int, requests: list[SampleRequest], bucket: int = 0) -> None:
-        self.kind = kind
-        self.number = number
-        self.bucket = bucket
-        self.samples: tuple[Sample, ...] = tuple(Sample(request, self) for request in requests)
-        self.num_missing = len(requests)
-        self.attempts = 1
-        self.times = Times()
-
-
-class Sample:
-    """One sample.
-
-    `failures` counts its own failed generations, not losses with its engine or batch. `suspected` counts the reward
-    workers and scorers that died or went down while they had it, possibly by chance. `went_down` are the workers whose
-    scorer went down since the last suspicion."""
-
-    __slots__ = (
-        "engine",
-        "failures",
-        "owner",
-        "request",
-        "result",
-        "score",
-        "score_failures",
-        "state",
-        "suspected",
-        "went_down",
-        "workers",
-    )
-
-    def __init__(self, request: SampleRequest, owner: SampleSet) -> None:
-        self.request = request
-        self.owner = owner
-        self.state = QUEUED
-        self.engine = ""
-        self.workers: tuple[str, ...] = ()
-        self.result: SampleResult | None = None
-        self.score: Score | None = None
-        self.failures = self.score_failures = self.suspected = 0
-        self.went_down: frozenset[str] = frozenset()
-
-    def job(self, alone: bool = False) -> ScoreJob:
-        assert self.result is not None
-        request = self.request
-        made = request.kind, request.prompt, self.result.media, request.attempt
-        return ScoreJob(request.sample_id, *made, alone, request.group, request.sample)
-
-
-class Complete(NamedTuple):
-    """A group or round whose last sample is scored."""
-
-    owner: SampleSet
-
-
-class Pause(NamedTuple):
-    """A sample that is scored again after a pause."""
-
-    sample: Sample
-
-
-class Failure(NamedTuple):
-    """A sample that will have no score. Its group ends with `event`, its round continues without it."""
-
-    sample: Sample
-    event: Terminal
-    reason: str
-
-
-class EndRun(NamedTuple):
-    """The end of the run: a scorer fails for every sample."""
-
-    reason: str
-
-
-Outcome = Complete | Pause | Failure | EndRun
 
 
 class SampleTable:

@@ -17,7 +17,7 @@ from omni_async.config import Config
 from omni_async.control.reasons import count
 from omni_async.control.reward_formula import RewardFormula
 from omni_async.control.rounds import REWARD, Round
-from omni_async.control.sample_table import Sample, SampleSet, SampleState
+from omni_async.control.sample import Sample, SampleSet, SampleState
 from omni_async.types import SampleRequest, Score
 
 

@@ -8,10 +8,11 @@ from itertools import product
 
 import pytest
 
-from omni_async.control.group_table import GROUP_TRANSITIONS, Group, GroupEvent, GroupState, GroupTable, has_signal
+from omni_async.control.group import GROUP_TRANSITIONS, Group, GroupEvent, GroupState, has_signal
+from omni_async.control.group_table import GroupTable
 from omni_async.control.ledger import Ledger
 from omni_async.control.requests import RequestFactory
-from omni_async.control.sample_table import SAMPLE_TRANSITIONS, SampleEvent, SampleState
+from omni_async.control.sample import SAMPLE_TRANSITIONS, SampleEvent, SampleState
 from omni_async.types import LedgerEntry, SampleRequest, Score, ScoreJob, UpdateReport
 from tests.control.control_world import Bench, make_config, make_prompts, make_result, now
 

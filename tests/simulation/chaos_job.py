@@ -11,7 +11,7 @@ from typing import Any
 from omni_async.config import Config, check
 from omni_async.control.control_state import ControlState
 from omni_async.control.coordinator import Coordinator
-from omni_async.control.group_table import GroupState
+from omni_async.control.group import GroupState
 from omni_async.control.ledger import encode_line, extend
 from omni_async.control.reporting import buffer_statistics
 from omni_async.control.seeds import PromptStream, derive, window_of
