@@ -99,7 +99,7 @@ FAULTS = [
             "algorithms/test_advantages.py",
         ),
         (
-            "correction.py",
+            "rejection.py",
             "keep[order[:count]] = True",
             "keep[order[: count + 1]] = True",
             "algorithms/test_correction.py",

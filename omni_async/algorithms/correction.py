@@ -5,10 +5,8 @@ taken), p the proximal policy (the trainer's weights at the start of the update)
 input. So a step's log-ratio needs only the log-prob recorded with the step, even if the engine's weights changed in
 mid-trajectory. `Drift` is the distance, row by row. `correct` derives from it, as configured in `algorithm.correction`:
 
-- masks, rules that leave rows out of the loss. k1, k2, k3 are three estimators of KL(b || p) from one sample of b
-  (Schulman, "Approximating KL divergence"), -L, L^2 / 2 and exp(L) - 1 - L; VeRL uses them as rejection statistics.
-  kappa is the KL itself, in closed form for Gaussians. Unlike L it does not depend on the drawn noise, so it rejects
-  real drift and not bad luck. M2PO (arXiv 2510.01161) bounds the second moment of L over a batch.
+- masks, rules that leave rows out of the loss (`omni_async.algorithms.rejection`). kappa is the KL itself, in closed
+  form for Gaussians. Unlike L it does not depend on the drawn noise, so it rejects real drift and not bad luck.
 - importance weights w = p / b: exact or tempered, truncated, raised, or 0 outside a band. Whole-sample log-ratios
   (`sum`) give exact weights. The mean over D latent elements (`mean`, published code) gives their D-th root, which
   differs from 1 by about 1e-5 at image sizes and corrects nothing.
@@ -30,7 +28,8 @@ import torch
 from torch import Tensor
 
 from omni_async.algorithms.checks import correction_problems
-from omni_async.config.algorithm import Correction, RejectLevel
+from omni_async.algorithms.rejection import k1_mask, m2po_mask, over_steps, statistic_mask
+from omni_async.config.algorithm import Correction
 from omni_async.config.section import LARGEST
 
 MAX_EXPONENT = 20.0
@@ -130,7 +129,7 @@ def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
     if settings.k1 is not None:
         level = settings.reject_level_of("k1")
         keep["k1"] = k1_mask(log_ratio, settings.k1, level)
-        largest = _over_steps(log_ratio.abs(), level) if level == "max" else _over_steps(log_ratio, level).abs()
+        largest = over_steps(log_ratio.abs(), level) if level == "max" else over_steps(log_ratio, level).abs()
         statistics["k1"] = largest.exp()
     if settings.k2 is not None:
         level = settings.reject_level_of("k2")
@@ -312,62 +311,6 @@ def chi2(log_ratio: Tensor) -> Tensor:
 def perplexity_ratio(log_ratio: Tensor) -> Tensor:
     """Return exp(-L) for each sample's mean L over its steps, in nats, at most e^20: VeRL's `ppl_ratio`."""
     return (-log_ratio).clamp(max=MAX_EXPONENT).exp()
-
-
-def k1_mask(log_ratio: Tensor, band: tuple[float, float], level: RejectLevel) -> Tensor:
-    """Return (N, W) bool, True for rows to keep, whose ratio exp(L) is inside the band.
-
-    Args:
-        log_ratio: L (N, W).
-        band: (lo, hi), both ends included. A symmetric bound t is (1 / t, t). (VeRL bounds b / p instead, so its lo_hi
-            is (1 / hi, 1 / lo) here.)
-        level: `step`: each row's own ratio. `sum` and `mean`: the sample's ratio and its geometric mean over steps.
-            `max`: all steps must be inside the band; the maximum of a signed quantity would test only one side."""
-    low, high = math.log(band[0]), math.log(band[1])
-    if level == "max":
-        smallest, largest = log_ratio.amin(dim=1, keepdim=True), log_ratio.amax(dim=1, keepdim=True)
-        return ((smallest >= low) & (largest <= high)).expand_as(log_ratio)
-    value = _over_steps(log_ratio, level)
-    return ((value >= low) & (value <= high)).expand_as(log_ratio)
-
-
-def statistic_mask(statistic: Tensor, bound: float, level: RejectLevel) -> tuple[Tensor, Tensor]:
-    """Return (N, W) bool, True for rows to keep, whose statistic is at most the bound; and the statistic (N, W).
-
-    Args:
-        statistic: (N, W), of each step: L^2 / 2 for k2, exp(L) - 1 - L for k3.
-        bound: >= 0.
-        level: the aggregation over a sample's steps; `step`: none."""
-    value = _over_steps(statistic, level).expand_as(statistic)
-    return value <= bound, value
-
-
-def m2po_mask(log_ratio: Tensor, bound: float) -> Tensor:
-    """Leave out the largest L^2, one by one and as few as possible, until the mean of the others is < bound.
-
-    The mean is a batch statistic over all N W rows. Among equal L^2 the first rows (sample-major) stay. If even the
-    smallest L^2 is >= bound, no row is kept."""
-    squares = log_ratio.square().flatten()
-    ascending, order = squares.sort(stable=True)
-    means = ascending.cumsum(dim=0) / torch.arange(1, len(squares) + 1, dtype=squares.dtype, device=squares.device)
-    below = (means < bound).nonzero()
-    count = int(below[-1]) + 1 if len(below) else 0
-    keep = torch.zeros_like(squares, dtype=torch.bool)
-    keep[order[:count]] = True
-    return keep.reshape(log_ratio.shape)
-
-
-def _over_steps(statistic: Tensor, level: RejectLevel) -> Tensor:
-    """Return (N, W) for `step`, else (N, 1)."""
-    if level == "step":
-        return statistic
-    if level == "sum":
-        return statistic.sum(dim=1, keepdim=True)
-    if level == "mean":
-        return statistic.mean(dim=1, keepdim=True)
-    if level == "max":
-        return statistic.amax(dim=1, keepdim=True)
-    raise ValueError(f"level must be 'step', 'sum', 'mean' or 'max', got {level!r}")
 
 
 def interpolated_log_prob(

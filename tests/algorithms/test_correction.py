@@ -17,15 +17,13 @@ from omni_async.algorithms.correction import (
     correct,
     effective_sample_size,
     interpolated_log_prob,
-    k1_mask,
     k3,
     loss_factor,
-    m2po_mask,
     normaliser,
     perplexity_ratio,
-    statistic_mask,
     tempering_exponent,
 )
+from omni_async.algorithms.rejection import k1_mask, m2po_mask, statistic_mask
 from omni_async.config.algorithm import Correction, RejectLevels
 
 WEIGHTED = Correction(mode="decoupled", weights="importance", cap=None)
