@@ -131,6 +131,13 @@ def _staleness(c: Config) -> Iterator[str]:
             f"staleness.max_updates: (S + 1) x trainer.groups_per_update = {live} groups may be alive at once, at most"
             f" {_MOST_LIVE_GROUPS} are kept track of; lower one of them"
         )
+    ahead = min(live - c.trainer.groups_per_update, buffer.groups)
+    if isinstance(c.staleness.reserve, int) and c.staleness.reserve > ahead:
+        yield (
+            f"staleness.reserve: {c.staleness.reserve} groups do not fit: at most {ahead} groups can be ahead of the"
+            " update being trained, staleness.max_updates x trainer.groups_per_update and no more than buffer.groups;"
+            " lower it or raise these"
+        )
     if c.staleness.exact and buffer.groups < live:
         yield (
             f"buffer.groups: staleness.exact waits for all {live} admitted groups, so they must fit; got"

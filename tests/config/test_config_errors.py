@@ -266,6 +266,14 @@ EMULATED = ["run.runtime=inprocess", "rollout.engine=emulated"]
         ([*PREFIX, "rollout.sde.window={size: 3, range: [0, 3]}"], "every window starts at step 0 ... range [0, 3]"),
         ([*PREFIX, "rollout.engine=emulated"], "share_prefix: expected rollout.engine vllm_omni or diffusers, got emu"),
         (["staleness.max_updates=999", "trainer.groups_per_update=200"], "= 200000 groups may be ... at most 100000"),
+        (
+            ["staleness={max_updates: 2, reserve: 99}", "trainer.groups_per_update=3", "buffer.groups=30"],
+            "at most 6 groups",
+        ),
+        (
+            ["staleness={max_updates: 2, reserve: 99}", "trainer.groups_per_update=3", "buffer.groups=5"],
+            "at most 5 groups",
+        ),
         (["weights.publish_every=3", "staleness.max_updates=1"], "1 is smaller than weights.publish_every - 1 = 2"),
         (["weights.payload=lora"], "weights.payload: 'lora' needs model.lora; use 'full' or set model.lora.rank"),
         (["trainer.steps_per_update=3"], "trainer.steps_per_update: 3 does not divide groups_per_update = 4"),

@@ -110,6 +110,7 @@ def _config(dice: random.Random, seed: int) -> Config | None:
     bound = per_update * size * SAMPLE_BYTES
     rounds = {"every": dice.randint(1, 3), "share": dice.choice([0.1, 0.5, 1.0])}
     rounds |= {"prompts": "validation.txt", "num_inference_steps": 2}
+    groups = max(dice.choice([1, per_update, slots, 32]), slots if exact else 1)
     return make_config(
         run__seed=seed % 2**31,
         rollout__workers=dice.choice([1, 1, 2, 2, 3, 4]),
@@ -123,9 +124,9 @@ def _config(dice: random.Random, seed: int) -> Config | None:
         reward__streaming=not in_step,
         staleness__max_updates=max_updates,
         staleness__exact=exact,
-        staleness__reserve=dice.choice(["auto", "auto", "all", 0, 2]),
+        staleness__reserve=dice.choice(["auto", "auto", "all", 0, min(2, slots - per_update, groups)]),
         buffer__trajectories=max(trajectories, per_update * size) if in_step else trajectories,
-        buffer__groups=max(dice.choice([1, per_update, slots, 32]), slots if exact else 1),
+        buffer__groups=groups,
         buffer__window=dice.choice([1, 1, 2, 4]),
         buffer__max_bytes=None if exact else dice.choice([None, bound, bound * 3 // 2]),
         weights__publish_every=1 if exact else dice.randint(1, max_updates + 1),
