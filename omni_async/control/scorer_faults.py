@@ -1,4 +1,4 @@
-"""Attributes failed scores to the sample or to the scorer, and decides whether a scorer is simply wrong.
+"""In the coordinator: decides from the verdicts of all reward workers that a scorer is wrong.
 
 Pure bookkeeping: records for every reward worker whether its scorers have scored a sample, and whether it waits for a
 scorer that is down. A scorer is wrong if it has scored nothing yet and fails permanently for samples of several

@@ -1,4 +1,4 @@
-"""Decides whether a failure is the sample's fault, whether the scorer is down, and whether the scorer itself is wrong.
+"""In a reward worker: attributes a failure to the sample or to the scorer, which may be down or wrong.
 
 `ScorerHealth.attribute` receives the reply to every batch; it calls the scorer again if that shows whose
 fault a failure is. `recover` waits while the scorer is down: for the pauses between attempts, and for the attempts.

@@ -79,7 +79,9 @@ def names() -> tuple[str, ...]:
 def _load(name: str) -> type[Any]:
     if ":" not in name:
         try:
-            point = find_point(name, ENTRY_POINT_GROUP, f"scorer {name!r}", _BUILT_IN, " or your own 'module:Class'")
+            module, _, last = name.rpartition(".")
+            own = " or your own 'module:Class'" + (f", as in {f'{module}:{last}'!r}" if module else "")
+            point = find_point(name, ENTRY_POINT_GROUP, f"scorer {name!r}", _BUILT_IN, own)
         except ValueError as error:
             raise ScorerConfigError(str(error)) from None
     elif not _OWN.fullmatch(name):

@@ -164,6 +164,7 @@ def test_a_failed_score_never_becomes_a_number(scorer, num_prompts, error):
     ("scorer", "message"),
     [
         (config("ocrr"), "'ocrr': expected one of .*or your own 'module:Class', got 'ocrr'; did you mean 'ocr'"),
+        (config("mine.Mine"), "'mine.Mine': expected one of .*or your own 'module:Class', as in 'mine:Mine', got"),
         (config("jpeg_size", qualty=3), "takes no parameter 'qualty'; it takes quality, sign, scale"),
         (config("jpeg_size", quality=300), "parameter 'quality': Expected `int` <= 95, got 300"),
         (config("jpeg_size", sign="up"), "parameter 'sign': Invalid enum value 'up'"),

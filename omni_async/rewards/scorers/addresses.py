@@ -44,6 +44,8 @@ class KnownAddresses:
         server = self._servers.get(role)
         given = {} if server is None else urls_of(server)
         if self._of_run is None:
+            if server is None:
+                raise ScoreError(f"reward.servers has no {role!r}, and only a run starts roles")
             if not given:
                 raise ScoreError(f"the servers of {role!r} are started by a run; without one, give their urls")
             return given

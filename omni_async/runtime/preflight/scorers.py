@@ -21,7 +21,7 @@ from omni_async.config import Config, ConfigError
 from omni_async.config.redact import one_line
 from omni_async.config.stages import ScoreCache
 from omni_async.rewards import registry
-from omni_async.rewards.base import WrongScorer
+from omni_async.rewards.base import Outage, WrongScorer
 from omni_async.rewards.health import ScorerHealth
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
@@ -104,10 +104,13 @@ async def _try_scorers(inputs: RunInputs, probe: Probe) -> Tried:
     asked = replace(config.reward, cache=ScoreCache(memory=0))  # cached scores would skip the trial
     there = {server.name for server in config.reward.servers if server.urls}
     started = [name for name in config.services if name not in there]
-    if any(one.params.get("server") in started for one in config.reward.scorers):
-        when = "when the run starts, which starts their servers"
-        return Tried(notes=[*notes, f"note: reward.servers: the scorers are tried {when}"])
-    addresses = KnownAddresses(config.reward, None)
+    known = KnownAddresses(config.reward, None)
+
+    async def addresses(role: str) -> dict[str, str]:
+        if role in started:
+            raise Outage(f"it asks {role!r}, which only a run starts")
+        return await known(role)
+
     async with Panel("check", reward, asked, WallClock(), tell, probe=probe, addresses=addresses) as panel:
         wrong = await panel.try_out()
     if wrong is not None:

@@ -17,6 +17,7 @@ from PIL import Image
 from omni_async import accelerator
 from omni_async.config import Config, ConfigError
 from omni_async.config.ray_cluster import cluster_address
+from omni_async.config.schema import Role
 from omni_async.control.control_state import ControlState
 from omni_async.performance.profile import Payload, Profile, ServiceTime, write_profile
 from omni_async.plugins.families import MediaShape, SamplingSpec, find_family
@@ -396,10 +397,32 @@ async def test_a_judge_is_tried_unless_the_run_starts_it(started, monkeypatch, t
             tmp_path, reward={"servers": [{"name": "judge", "model": "m", **there}], "scorers": scorers}
         )
         answers, notes = await tried(config)
-    assert [note for note in notes if "which starts their servers" in note] == notes and bool(notes) == started
+    assert ["it asks 'judge', which only a run starts" in note for note in notes] == ([True] if started else [])
     said = "scorer 'vlm_judge': 0.75, completion_tokens 2, prompt_tokens 100 for a synthetic sample, in "
     assert [answer.startswith(said) for answer in answers] == ([] if started else [True])
     assert {head["Authorization"] for head in server.headers} == (set() if started else {"Bearer sesame/+=="})
+
+
+class Asking:
+    """Asks a role for its score."""
+
+    name = "asking"
+
+    def connect(self, addresses: Any) -> None:
+        self._addresses = addresses
+
+    async def score(self, images: list[Any], prompts: list[Prompt]) -> list[Score]:
+        return [Score(float(len(await self._addresses("words")))) for _ in images]
+
+
+async def test_a_scorer_that_asks_a_role_is_tried_by_the_run(tmp_path):
+    config = write_world(tmp_path, reward={"scorers": [{"name": "jpeg_size"}, {"name": f"{__name__}:Asking"}]})
+    role = Role(name="words")
+    answers, notes = await tried(replace(config, roles=(role,)))
+    assert [answer.split(":")[0] for answer in answers] == ["scorer 'jpeg_size'"]
+    assert [note for note in notes if "it asks 'words', which only a run starts" in note] == notes != []
+    with pytest.raises(ConfigError, match=r"reward\.servers has no 'words', and only a run starts roles"):
+        await tried(config)
 
 
 class SlowModel:
