@@ -83,8 +83,9 @@ class AutomaticCorrection:
 
     - `rounding`, judged once, by the first update whose rows are mostly fresh: more than `CLIPPED_AT_MOST` of the fresh
       rows are outside the clip range.
-    - `drift`, judged from then on by the share of all rows that is outside before the update moves them: the median of
-      the last `DRIFT_UPDATES` updates exceeds `DRIFTED_AT_MOST`. A single update does not decide.
+    - `drift`, judged only from then on, because rounding is part of a stale row's log-ratio. The measure is the share
+      of all rows that is outside before the update moves them: the median of the last `DRIFT_UPDATES` updates exceeds
+      `DRIFTED_AT_MOST`. A single update does not decide.
 
     It does not return to `bypass`: other modes do not measure that share. Their cost is a proximal pass, and without
     drift their weights are exact.
@@ -115,7 +116,7 @@ class AutomaticCorrection:
                     "algorithm.correction.mode auto becomes decoupled, ratios to the trainer's own policy, from the"
                     " next update on"
                 )
-        if self.judges_drift and "drift_clipped" in metrics:
+        if self.judges_drift and self._compared and "drift_clipped" in metrics:
             self._drift.append(metrics["drift_clipped"])
             if len(self._drift) == DRIFT_UPDATES and (share := median(self._drift)) > DRIFTED_AT_MOST:
                 self.reason = "drift"
@@ -130,6 +131,10 @@ class AutomaticCorrection:
     def state(self) -> dict[str, Any]:
         return {"reason": self.reason, "compared": self._compared, "drift": [*self._drift]}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.reason, self._compared = state["reason"], state["compared"]
-        self._drift.extend(state["drift"])
+    def restore(self, state: Mapping[str, Any], drift: bool = True) -> None:
+        """Continue from a state. `drift`: whether what it found about drift still holds."""
+        self._compared = state["compared"]
+        if drift:
+            self._drift.extend(state["drift"])
+        if drift or state["reason"] == "rounding":
+            self.reason = state["reason"]

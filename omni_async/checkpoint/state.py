@@ -96,7 +96,14 @@ def read_state(folder: Path) -> State:
 def made_with(config: Config) -> dict[str, Any]:
     """Return the settings that determine samples and their scores, by name; without secrets."""
     tree, fields = plain(config), trajectory_fields(find_objective(config.algorithm.name), config)
-    return {**{name: value_at(tree, name) for name in AGAIN}, **_DRAWN, "trajectory fields": list(fields)}
+    encoded = [_encoding(config.encoded_for(spec)) for spec in config.rollout.specs]
+    derived = {"trajectory fields": list(fields), "encoding of prompts": encoded}
+    return {**{name: value_at(tree, name) for name in AGAIN}, **_DRAWN, **derived}
+
+
+def _encoding(spec: Any) -> list[Any]:
+    """Return the values of a spec that decide how prompts are encoded, in addition to the size."""
+    return [getattr(spec, key, None) for key in ("guided", *getattr(spec, "encoding_keys", ()))]
 
 
 def fitting(state: State, config: Config, contents: Mapping[str, str]) -> tuple[State, list[str]]:

@@ -45,7 +45,7 @@ FREE = (
 # Keys that determine a sample and its score.
 AGAIN = (
     *("run.seed", "reward.scorers", "reward.servers", "reward.combine", "reward.gated", "reward.max_abs"),
-    *("emulation.profile", "emulation.payload_scale", "algorithm.teacher"),
+    *("emulation.profile", "emulation.payload_scale"),
     *(f"rollout.{key}" for key in ("group_size", "sampling", "buckets", "num_inference_steps")),
     *(f"rollout.{key}" for key in ("share_initial_noise", "sde", "calls", "program")),
 )

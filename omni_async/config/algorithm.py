@@ -252,7 +252,8 @@ class Teacher(Section, kw_only=True, frozen=True):
     coef: Positive = 1.0
     """Weight of the KL to the teacher, which has the form `kl_form`."""
     sampling: dict[str, Any] = msgspec.field(default_factory=dict)
-    """The keys of `rollout.sampling` that differ for the teacher, such as its guidance, but not the size."""
+    """The keys of `rollout.sampling` that differ for the teacher: its guidance, and its negative prompt if the policy
+    has no guidance. The teacher reads the policy's samples and encoded prompts, so other keys of these are refused."""
 
     def spec_of(self, spec: Any) -> Any:
         """Return the `SamplingSpec` under which the teacher computes samples of the policy's `spec`."""

@@ -33,7 +33,7 @@ from omni_async.config.section import Section
 from omni_async.config.tree import errors_of, files_of, named_paths, overridden, read_tree
 from omni_async.config.yaml_text import ConfigError, to_yaml
 from omni_async.plugins.entry_points import OBJECTIVES, did_you_mean, find_registered, registered_names
-from omni_async.plugins.families import family_names, find_family
+from omni_async.plugins.families import SamplingSpec, family_names, find_family
 from omni_async.plugins.programs import find_program
 from omni_async.plugins.services import find_service
 
@@ -188,14 +188,26 @@ def with_spec(config: Config) -> Config:
         buckets.append(replace(bucket, sampling=decode(msgspec.to_builtins(spec) | own, sampling, *key)))
     rollout = replace(rollout, sampling=spec, buckets=tuple(buckets))
     if config.algorithm.teacher is not None:
-        guided = config.algorithm.teacher.sampling
+        own = config.algorithm.teacher.sampling
         for one in rollout.specs:
-            taught = decode(msgspec.to_builtins(one) | guided, sampling, "algorithm", "teacher", "sampling")
-            if taught.media() != one.media():
-                raise ConfigError(
-                    "algorithm.teacher.sampling: a teacher computes the policy's samples, so it has their size"
-                )
+            taught = decode(msgspec.to_builtins(one) | own, sampling, "algorithm", "teacher", "sampling")
+            _require_same_samples(one, taught)
     return replace(config, model=replace(config.model, pipeline=name), rollout=rollout)
+
+
+def _require_same_samples(spec: SamplingSpec, taught: SamplingSpec) -> None:
+    """Raise ConfigError if a teacher's spec is of other samples or other encoded prompts than the policy's."""
+    if taught.media() != spec.media():
+        raise ConfigError("algorithm.teacher.sampling: a teacher computes the policy's samples, so it has their size")
+    for key in spec.encoding_keys:
+        asked = getattr(taught, key, None)
+        # Only prompts of a policy without guidance get the teacher's negative prompt (`Config.encoded_for`).
+        teachers = key == "negative_prompt" and taught.guided and not spec.guided
+        if asked != getattr(spec, key, None) and not teachers:
+            raise ConfigError(
+                f"algorithm.teacher.sampling.{key}: a teacher reads prompts as they are encoded for the policy; remove"
+                f" it, or set rollout.sampling.{key}, got {shown(asked)}"
+            )
 
 
 def family_of(folder: Path) -> str:

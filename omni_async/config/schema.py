@@ -345,8 +345,7 @@ class Config(Section, kw_only=True, frozen=True):
     @property
     def unscored(self) -> bool:
         """Return whether samples are generated and nobody scores them: with a teacher, a recipe needs no scorers."""
-        generated = self.emulation is None and self.data.preferences is None
-        return generated and self.algorithm.teacher is not None and not self.reward.scorers
+        return self.data.preferences is None and self.algorithm.teacher is not None and not self.reward.scorers
 
     def encoded_for(self, spec: Any) -> Any:
         """Return the `SamplingSpec` that prompts of the policy's `spec` are encoded for.

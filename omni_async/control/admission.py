@@ -11,13 +11,16 @@ The policy measures two times, from events that the coordinator handles anyway:
 
 A group is due `ahead` seconds before the trainer needs it. `ahead` is the longest lead of recent updates: groups are
 trained in the order of their admission, so one late group holds up the trainer. Memory spans a validation round, which
-takes engines from training. With a fixed reserve (`staleness.reserve`), `ahead` is the median lead and the trainer's
-work on so many groups.
+takes engines from training, unless rounds are far apart: the groups of all updates between would be older. With a fixed
+reserve (`staleness.reserve`), `ahead` is the median lead and the trainer's work on so many groups.
+
+Groups under way may be rejected. As many of them count as are left two standard deviations below the mean.
 
 If another stage is the slowest, the trainer waits. Then as many groups are admitted as the trainer would need during a
 lead if it never waited. The slowest stage stays busy, and groups do not queue at it.
 
-`starved_s` bounds the price: the trainer's waits that began while a group was withheld, and at most the time for which
+A trainer whose groups are never rejected starves for at most the time by which its groups exceed `ahead`. `starved_s`
+bounds the price of any cause: the trainer's waits that began while a group was withheld, and at most the time for which
 each other stage could have taken another group.
 
 Pure: waits for nothing and takes the time as an argument, in seconds of any clock.
@@ -34,12 +37,13 @@ from msgspec import Struct
 from omni_async.config import Config
 from omni_async.control.lead import Times, lead_s
 
-_REMEMBERED = 16  # updates, or as many as are between two validation rounds
+_REMEMBERED = 16  # updates, or as many as are between two validation rounds if these are below 64
 _LONGEST_MEMORY = 64
 _FEWEST = 3  # measured updates before a group is withheld
 _UNMEASURED = 3  # most updates' groups until then
 _FAST = 0.1  # quantile of works: an update may be as short as this
 _BEYOND = 0.5  # of the distance from the median to the longest lead: the next may be longer
+_UNLUCKY = 2.0  # standard deviations that the number of groups not rejected may be below its mean
 _MARGIN = 0.02  # of an update's work, for what happens between two events
 _INSTANT_S = 1e-3  # two moments closer than this are one: a timer may fire a little early
 
@@ -177,7 +181,9 @@ class JustInTime:
         if len(self._works) < _FEWEST or not self._leads:
             before = making + ready + self._per_update - self._needed
             return now if before < _UNMEASURED * self._per_update else math.inf
-        before = ready + int(making * self._yield)  # groups that will be trained before it
+        # Groups that will be trained before it, of which any number may be rejected.
+        useful = making * self._yield
+        before = ready + max(0, int(useful - _UNLUCKY * math.sqrt(useful * (1 - self._yield))))
         each = self._work_s / self._per_update
         if not self._collects:
             free, later = self._in_hand * each, before * each

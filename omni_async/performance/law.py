@@ -167,9 +167,9 @@ class _Job:
             _Scorer.of(lane, profile, reward.workers, self._samples) for lane in scorer_lanes(config, profile)
         ]
         # Scorers work concurrently, so the slowest counts.
-        self.score = max(_share(one.time, self._samples, one.calls, one.batch) for one in self._scorers)
+        self.score = max((_share(one.time, self._samples, one.calls, one.batch) for one in self._scorers), default=0.0)
         if self._in_step and not reward.streaming:
-            self.score = max(one.all_at_once(self._samples) for one in self._scorers)
+            self.score = max((one.all_at_once(self._samples) for one in self._scorers), default=0.0)
 
     def latency(self, updates: int) -> float:
         """Return the seconds from the admission of the groups of that many updates until the last update ends."""
@@ -216,10 +216,10 @@ class _Job:
 
     def _scored(self, samples: int) -> float:
         """Return the least seconds that the reward workers need to score the samples, in any order of arrival."""
-        return max(_makespan(one.time, samples, one.calls, one.batch) for one in self._scorers)
+        return max((_makespan(one.time, samples, one.calls, one.batch) for one in self._scorers), default=0.0)
 
     def _one_scored(self) -> float:
-        return max(one.time.mean(1) for one in self._scorers)
+        return max((one.time.mean(1) for one in self._scorers), default=0.0)
 
 
 def pool_time(config: Config, profile: Profile, pool: str, workers: int) -> float:
@@ -301,7 +301,8 @@ def unmeasured(profile: Profile, config: Config, *, recomputes_proximal: bool) -
             f"profile {profile.name} has no time for proximal, the pass that recomputes log-probs for the correction:"
             f" estimated as 1/{_passes(config)} of a group's training; a run that needs the pass measures it"
         )
-    needed = ["generate", "score", "train", "step", "export", "publish", "swap"]
+    needed = ["generate", "train", "step", "export", "publish", "swap"]
+    needed += ["score"] if not config.unscored else []
     needed += ["switch"] if config.placement.colocated else []
     stages = profile.stages()
     if missing := [stage for stage in needed if stages[stage] == NOTHING]:

@@ -22,9 +22,11 @@ class ScorerLanes(NamedTuple):
 
 
 def scorer_lanes(config: Config, profile: Profile) -> list[ScorerLanes]:
-    """Return each scorer's lanes in a reward worker of an emulated run.
+    """Return each scorer's lanes in a reward worker of an emulated run; empty if samples are not scored.
 
     A pool's workers are divided among the reward workers, rounded up."""
+    if config.unscored:
+        return []
     formula = RewardFormula(config.reward)
     pools = {pool.name: pool.workers for pool in config.reward.pools}
     found = []

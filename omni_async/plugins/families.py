@@ -3,7 +3,7 @@
 A family is a small package (see `pipelines/`) that registers a `PipelineFamily` in the entry-point group
 `omni_async.pipelines`. Its own `SamplingSpec` holds the recipe's settings of a sample: size, guidance, and anything
 else that changes the result. The framework passes the spec whole, compares and hashes it, and calls it for the shapes
-of the sample's media. It never reads the fields.
+of the sample's media. It reads no fields but the `encoding_keys`.
 """
 
 from __future__ import annotations
@@ -77,6 +77,13 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def guided(self) -> bool:
         """Whether the conditioning needs an unconditional branch."""
         return False
+
+    @property
+    def encoding_keys(self) -> tuple[str, ...]:
+        """The keys, where the family has them, that decide how prompts are encoded, in addition to size and guidance.
+
+        A teacher reads the policy's encoded prompts, so these keys cannot differ for it."""
+        return "negative_prompt", "max_sequence_length"
 
     def problem(self, checkpoint: Path) -> str | None:
         """Return why the model in `checkpoint` cannot generate such a sample, as `key: reason`; None if it can.

@@ -23,6 +23,7 @@ from omni_async.algorithms.advantages import (
 )
 from omni_async.algorithms.correction import Drift, correct, loss_factor, normaliser
 from omni_async.algorithms.mismatch import AutomaticCorrection
+from omni_async.checkpoint.statement import plain, value_at
 from omni_async.config import Config
 from omni_async.config.layout import ParallelLayout
 from omni_async.control.reward_formula import RewardFormula
@@ -33,7 +34,14 @@ from omni_async.types import ReadyGroup, ReadySample, SampleDrift, TrainGroup
 
 Weights = list[list[float]]  # by sample and trained step
 
-_CLIP = ("clip_range", "clip_range_nats", "clip_centre")  # keys that decide which rows are clipped
+# Keys that decide how far engine and trainer round apart, and which rows are clipped.
+_ROUNDING = (
+    *("model.dtype", "rollout.engine", "rollout.attention_backend", "rollout.compile", "rollout.sde"),
+    *("rollout.sampling", "rollout.buckets", "rollout.num_inference_steps"),
+    *(f"algorithm.{key}" for key in ("clip_range", "clip_range_nats", "clip_centre", "dual_clip", "dppo", "guard")),
+)
+# Keys that decide how far the policy moves before a sample is trained on.
+_DRIFT = ("staleness", "trainer.optimizer.lr", "trainer.streaming")
 
 
 @dataclass(eq=False)
@@ -41,7 +49,8 @@ class PolicyGradient:
     """An `UpdateRule` that updates by gradients on the ranks.
 
     With `algorithm.correction.mode: auto` finished updates decide about the correction of later ones. The decision is
-    part of the state: a resumed run keeps it, unless its recipe changes a key that the decision depends on."""
+    part of the state: a resumed run keeps it, unless its recipe changes a key that the decision depends on. A decision
+    for rounding depends on fewer keys than one for drift."""
 
     config: Config
     plan: Plan
@@ -76,22 +85,17 @@ class PolicyGradient:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._history = RewardHistory.from_state(state.get("reward_history", {}))
-        if self._auto is not None and state.get("auto_of") == self._measured:
-            self._auto.restore(state["auto"])
+        before = state.get("auto_of", {})
+        changed = {key for key, value in self._measured.items() if key not in before or before[key] != value}
+        if self._auto is not None and changed.isdisjoint(_ROUNDING):
+            self._auto.restore(state["auto"], drift=not changed)
             self._plan_by(self._auto)
 
     @property
     def _measured(self) -> dict[str, Any]:
-        """The keys that the decision depends on. A resumed run with other values decides again."""
-        c, r = self.config, self.config.rollout
-        return {
-            "model.dtype": c.model.dtype,
-            **{f"algorithm.{key}": _plain(getattr(c.algorithm, key)) for key in _CLIP},
-            "staleness.max_updates": c.staleness.max_updates,
-            "trainer.optimizer.lr": c.trainer.optimizer.lr,
-            "trainer.streaming": c.trainer.streaming,
-            "rollout": [r.engine, r.attention_backend, r.compile],
-        }
+        """The keys that the decision depends on, with their values."""
+        recipe = plain(self.config)
+        return {key: value_at(recipe, key) for key in (*_ROUNDING, *_DRIFT)}
 
 
 @dataclass(eq=False)
@@ -244,11 +248,6 @@ class Update:
         with self.tracer.span("train", version=self.version, step=len(self._step_metrics)):
             metrics = await asyncio.gather(*(rank.step(grad_scale) for rank in self.ranks))
         self._step_metrics.append(metrics[0])
-
-
-def _plain(value: Any) -> Any:
-    """Return the value as a checkpoint's JSON restores it."""
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _doubles(values: Sequence[Any]) -> Tensor:

@@ -49,7 +49,8 @@ def changes(config: Config, profile: Profile) -> Iterator[Change]:
     yield from _publishes(build)
     yield from _buffers(build)
     yield _engine(build)
-    yield _reward_worker(build, profile)
+    if not config.unscored:
+        yield _reward_worker(build, profile)
     yield _ranks(build)
 
 

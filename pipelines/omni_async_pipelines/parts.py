@@ -295,14 +295,12 @@ class DiffusersPolicy(ABC):
 class DiffusersCodec(ABC):
     """The code shared by every `omni_async.diffusion.policy.Codec` around a VAE and text encoders.
 
-    The parts may be diffusers' or vLLM-Omni's: they have the same interface. Parts that are models move to a device.
+    The parts may be diffusers' or vLLM-Omni's: they have the same interface. Parts that are models move to a device. A
+    codec that reads the spec's size, such as for an image that it encodes, overrides `conditioning_key`.
 
-    - text_settings: the spec's keys that `encode_text` reads, or that are encoded. A codec that also reads others, such
-      as the size for an image that it encodes, overrides `conditioning_key`.
-    - decoders: the models that `decode` needs in addition to the VAE; all others are `encoders`, which it does not
-      need."""
+    decoders: the models that `decode` needs in addition to the VAE; all others are `encoders`, which it does not
+    need."""
 
-    text_settings: ClassVar[tuple[str, ...]] = ("negative_prompt", "max_sequence_length")
     decoders: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *, vae: Any, **parts: Any) -> None:
@@ -317,7 +315,7 @@ class DiffusersCodec(ABC):
         return self
 
     def conditioning_key(self, spec: Any) -> Hashable:
-        return spec.guided, *(getattr(spec, key) for key in self.text_settings if hasattr(spec, key))
+        return spec.guided, *(getattr(spec, key) for key in spec.encoding_keys if hasattr(spec, key))
 
     @torch.no_grad()
     def encode(self, prompt: Prompt, spec: Any) -> TensorDict:

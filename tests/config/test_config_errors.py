@@ -109,6 +109,10 @@ def test_wrong_paths(path: str, value: str) -> None:
         ("rollout.buckets=[{sampling: {heigth: 64}}]", "~.0.sampling.heigth: unknown key; did you mean 'height'?"),
         ("algorithm.teacher={path: t, sampling: {scale: 4}}", "~.sampling.scale: unknown key; allowed: height"),
         ("algorithm.teacher={path: t, sampling: {height: 64}}", "~.sampling: a teacher computes the policy's samples"),
+        (
+            "algorithm.teacher={path: t, sampling: {negative_prompt: dull}}",
+            "~.sampling.negative_prompt: a teacher reads prompts as they are encoded for the policy; remove it, or set",
+        ),
         ("rollout.buckets=[{height: 64}]", "~.0.height: unknown key; did you mean 'weight'? allowed: sampling, weight"),
         ("rollout.height=64", "~: is called rollout.sampling.height now"),
         ("validation.every=3", "validation.prompts: required, expected str"),

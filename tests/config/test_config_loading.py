@@ -183,6 +183,31 @@ def test_buckets() -> None:
     assert load_text(MINIMAL).rollout.specs == (load_text(MINIMAL).rollout.sampling,)
 
 
+@pytest.mark.parametrize(
+    ("family", "policy", "teacher", "refused"),
+    [
+        ("qwen_image", "{}", "{true_cfg_scale: 4, negative_prompt: dull}", None),
+        ("qwen_image", "{true_cfg_scale: 2}", "{true_cfg_scale: 4, negative_prompt: dull}", "negative_prompt"),
+        ("qwen_image", "{true_cfg_scale: 2, negative_prompt: a}", "{true_cfg_scale: 1, negative_prompt: a}", None),
+        ("flux", "{}", "{true_cfg_scale: 4, max_sequence_length: 64}", "max_sequence_length"),
+        ("flux", "{}", "{guidance_scale: 4, max_sequence_length: 64}", "max_sequence_length"),
+        ("flux", "{max_sequence_length: 64}", "{max_sequence_length: 64}", None),
+        ("qwen_image_edit", "{}", "{true_cfg_scale: 4, image_area: 65536}", "image_area"),
+    ],
+)
+def test_a_teacher_reads_the_prompts_of_the_policy(family: str, policy: str, teacher: str, refused: str | None) -> None:
+    given = (
+        f"model.pipeline={family}",
+        f"rollout.sampling={policy}",
+        f"algorithm.teacher={{path: t, sampling: {teacher}}}",
+    )
+    if refused is None:
+        assert load_text(MINIMAL, *given).algorithm.teacher is not None
+    else:
+        with pytest.raises(ConfigError, match=rf"algorithm\.teacher\.sampling\.{refused}: a teacher reads prompts as"):
+            load_text(MINIMAL, *given)
+
+
 # ---- mode `auto` of the off-policy correction ----
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import cycle
+from random import Random
 from typing import Any
 
 import pytest
@@ -36,12 +37,19 @@ class Line:
     """A job: groups are ready `leads_s` after their admission, in turn, and each is trained in `each_s`.
 
     A trainer that collects works `P * each_s` on an update once it has its groups. `outage` is a span of time without
-    a ready group."""
+    a ready group. `rejected`: share of the groups, drawn at random, that are rejected once they have all scores."""
 
     def __init__(
-        self, policy: JustInTime, *leads_s: float, each_s: float = 1.0, outage: tuple[float, float] = (0, 0)
+        self,
+        policy: JustInTime,
+        *leads_s: float,
+        each_s: float = 1.0,
+        outage: tuple[float, float] = (0, 0),
+        rejected: float = 0.0,
     ) -> None:
         self.policy, self.leads_s, self.each_s, self.outage = policy, cycle(leads_s), each_s, outage
+        self.rejected, self.dice = rejected, Random(0)
+        self.useless: list[float] = []  # when groups will be rejected
         self.collects = policy._collects
         self.spare_s: Callable[[float], float] = lambda now: now  # of the reward workers
         self.now = 0.0
@@ -54,8 +62,14 @@ class Line:
         """Admit the groups that are due, until a moment."""
         while True:
             making = sum(group.ready > self.now for group, _ in self.waiting)
-            room = len(self.waiting) < 9 * P
-            due = self.policy.due(making, len(self.waiting) - making, self.now) if room else math.inf
+            room = len(self.waiting) + len(self.useless) < 9 * P
+            ready_groups = len(self.waiting) - making
+            due = self.policy.due(making + len(self.useless), ready_groups, self.now) if room else math.inf
+            if (rejection := min(self.useless, default=math.inf)) <= min(due, then):
+                self.now = max(self.now, rejection)
+                self.useless.remove(rejection)
+                self.policy.ended()
+                continue
             if due > then:
                 self.now = then
                 return
@@ -64,8 +78,11 @@ class Line:
             begins, ends = self.outage
             if begins <= ready < ends:
                 ready = ends
-            self.waiting.append((made(self.now, ready), self.version))
             self.number += 1
+            if self.rejected and self.dice.random() < self.rejected:
+                self.useless.append(ready)
+            else:
+                self.waiting.append((made(self.now, ready), self.version))
 
     def train(self, updates: int) -> None:
         for _ in range(updates):
@@ -74,6 +91,8 @@ class Line:
                 self.policy.asked(self.version, P - taken, (self.now, self.spare_s(self.now)), self.now)
                 self.admit_until(self.now)
                 asked = self.now
+                while not self.waiting:
+                    self.admit_until(min(self.useless))
                 self.admit_until(max(self.now, self.waiting[0][0].ready))
                 self.waited_s += self.now - asked
                 group, version = self.waiting.pop(0)
@@ -231,6 +250,16 @@ def test_few_groups_are_admitted_before_anything_is_measured() -> None:
     policy.asked(0, P, (7.0, 7.0), 7.0)
     policy.taken(Times(), 7.0)
     assert policy.due(3 * P - 1, 0, 7.0) == math.inf, "a group in training counts"
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_rejected_groups_hardly_starve_the_trainer(share: float) -> None:
+    line = Line(JustInTime(config(), collects=False), 10.0, each_s=2.5, rejected=share)
+    line.train(20)
+    started, waited_s = line.now, line.waited_s
+    line.train(200)
+    assert line.waited_s - waited_s < 0.02 * (line.now - started)
+    assert sum(line.ages[20 * P :]) / (200 * P) < 3
 
 
 def test_more_groups_are_admitted_where_some_are_rejected() -> None:

@@ -304,6 +304,40 @@ def test_the_automatic_correction_follows_the_drift_of_several_updates(shares, s
     assert resumed.config == rule.config and resumed.plan == rule.plan and resumed.state() == rule.state()
 
 
+@pytest.mark.parametrize(
+    ("changes", "rounding", "drift"),
+    [
+        ({}, "rounding", "drift"),
+        ({"trainer.optimizer.lr": 1e-3}, "rounding", None),
+        ({"staleness.max_updates": 3}, "rounding", None),
+        ({"staleness.reserve": "all"}, "rounding", None),
+        ({"trainer.streaming": "on"}, "rounding", None),
+        ({"rollout.compile": "off"}, None, None),
+        ({"rollout.sampling.height": 128}, None, None),
+        ({"rollout.sampling.true_cfg_scale": 4.0}, None, None),
+        ({"rollout.sde.noise_level": 0.3}, None, None),
+        ({"rollout.num_inference_steps": 12}, None, None),
+        ({"algorithm.dual_clip": 2.0}, None, None),
+        ({"algorithm.clip_range": [0.1, 0.3]}, None, None),
+    ],
+)
+def test_a_resumed_run_keeps_what_its_keys_do_not_change(changes, rounding, drift):
+    for metrics, kept in ((mismatch(0.03, clipped=0.5),), rounding), (drifted(*[0.9] * 5), drift):
+        rule, resumed = rule_of(), rule_of(**changes)
+        for one in metrics:
+            rule.learn(one)
+        resumed.restore(json.loads(json.dumps(rule.state())))
+        assert resumed.state()["auto"]["reason"] == kept
+        assert (resumed.config.correction.mode == "bypass") == (kept is None)
+
+
+def test_drift_is_judged_after_rounding():
+    """Rounding moves stale rows as far as drift does."""
+    rule, stale = rule_of(), {**mismatch(0.03, clipped=0.65, fresh=0.1), "drift_clipped": 0.68}
+    assert [rule.learn(stale) for _ in range(8)] == [None] * 8
+    assert "becomes decoupled, ratios" in rule.learn(mismatch(0.03, clipped=0.65))
+
+
 def test_drift_does_not_decide_where_streaming_is_demanded_or_rounding_has_decided():
     streams = rule_of(**{"trainer.streaming": "on"})
     assert [streams.learn(metrics) for metrics in drifted(*[0.9] * 9)][1:] == [None] * 8

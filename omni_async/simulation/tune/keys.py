@@ -147,7 +147,8 @@ def dealt(config: Config, keys: Keys, split: Mapping[str, int]) -> dict[str, Val
 def _held(config: Config, keys: Keys) -> int:
     """Count samples in batches of engines and of reward workers."""
     batch = engine_batch(with_keys(config, {**keys, TRAJECTORIES: 2**31}))
-    return count(keys, ENGINES) * batch + count(keys, REWARDERS) * config.reward.batch
+    scoring = 0 if config.unscored else count(keys, REWARDERS) * config.reward.batch
+    return count(keys, ENGINES) * batch + scoring
 
 
 def values(config: Config, keys: Keys, path: str) -> list[Value]:
@@ -204,10 +205,11 @@ def device_kind(config: Config) -> Literal["gpus", "cpus"]:
 
 
 def devices_each(config: Config) -> dict[str, float]:
-    """Return the devices that one worker of each role takes."""
+    """Return the devices that one worker of each role takes; 0 for reward workers that the job does not have."""
     kind, placement = device_kind(config), config.placement
     roles = ((ENGINES, placement.rollout), (REWARDERS, placement.reward), (RANKS, placement.trainer))
-    return {path: float(getattr(resources, kind)) for path, resources in roles}
+    each = {path: float(getattr(resources, kind)) for path, resources in roles}
+    return each | {REWARDERS: 0.0} if config.unscored else each
 
 
 def share_cpus(config: Config, devices: int, kept: Keys) -> bool:

@@ -131,7 +131,7 @@ def tune(
     require_trainable(config)
     base = overlapped(config)
     shared = share_cpus(base, devices, keys_of(base, keep))
-    kept = keys_of(base, {*keep, *(SPLIT if shared else ())})
+    kept = keys_of(base, {*keep, *(SPLIT if shared else ()), *((REWARDERS,) if base.unscored else ())})
     trials = Trials(base, profile, simulate, kept=kept, budget=budget - len(IN_STEP), seed=seed, progress=progress)
     ranked = ranked_splits(base, profile, devices, kept)
     if ranked[0].step_s == 0:

@@ -37,7 +37,6 @@ class QwenImageEditCodec(QwenImageCodec):
     """The `omni_async.diffusion.policy.Codec` of Qwen-Image-Edit."""
 
     sees_images = True
-    text_settings: ClassVar = (*QwenImageCodec.text_settings, "image_area")
 
     def __init__(self, *, processor: Any, **parts: Any) -> None:
         super().__init__(**parts)

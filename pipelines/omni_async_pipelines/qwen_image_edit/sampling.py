@@ -34,6 +34,10 @@ class QwenImageEditSampling(QwenImageSampling, frozen=True, kw_only=True):
         ),
     ] = 1024 * 1024
 
+    @property
+    def encoding_keys(self) -> tuple[str, ...]:
+        return *super().encoding_keys, "image_area"
+
     def encoded_texts(self, text: str, images: int) -> tuple[EncodedText, ...]:
         return (encoded(EDIT_TEMPLATE, text, NUM_EDIT_TEMPLATE_TOKENS),) if images else super().encoded_texts(text, 0)
 

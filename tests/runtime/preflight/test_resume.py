@@ -277,6 +277,30 @@ def test_waiting_groups_are_generated_again_by_another_recipe(tmp_path: Path, co
     assert any(note.endswith("made again: log-prob dtype changed") for note in point.notes)
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "again"),
+    [
+        ({"coef": 1.0}, {"coef": 0.5}, False),
+        ({"sampling": {"true_cfg_scale": 4.0}}, {"sampling": {"true_cfg_scale": 3.0}}, False),
+        (None, {}, False),
+        (None, {"sampling": {"true_cfg_scale": 4.0}}, True),
+        ({"sampling": {"true_cfg_scale": 4.0}}, None, True),
+    ],
+)
+def test_another_teacher_leaves_samples_unless_it_needs_negative_prompts(
+    tmp_path: Path, config: Config, before: dict[str, Any] | None, now: dict[str, Any] | None, again: bool
+) -> None:
+    def taught(teacher: dict[str, Any] | None) -> Config:
+        given = None if teacher is None else {"path": config.model.path, **teacher}
+        return recipe(tmp_path, algorithm={"teacher": given})
+
+    state = state_of(taught(before), ControlState(1, ready=(READY,)), samples=made_with(taught(before)))
+    checkpoint_of(run_of(config, "20260101-000000"), state, {3: [{"latents": np.zeros(2)}]})
+    point = found(taught(now))
+    assert (point.state.control.ready == ()) == again
+    assert any("made again: encoding of prompts changed" in note for note in point.notes) == again
+
+
 def test_metrics_after_the_checkpoint_are_void(tmp_path: Path) -> None:
     config = recipe(tmp_path, None)
     run = RunDirectory(run_of(config, "20260101-000000", 2))

@@ -12,15 +12,15 @@ from msgspec.structs import replace
 
 from omni_async.commands.command_line import require_writable
 from omni_async.config import ConfigError, load
-from omni_async.config.algorithm import Correction
+from omni_async.config.algorithm import Correction, Teacher
 from omni_async.config.stages import Resources
 from omni_async.performance.profile import ServiceTime
 from omni_async.simulation.simulate import simulate
 from omni_async.simulation.tune.keys import ENGINES, RANKS, REWARDERS, SPLIT, SWAP, TUNED, S, keys_of
 from omni_async.simulation.tune.plot import picture
 from omni_async.simulation.tune.report import require_another_file, text, write_tuned
-from omni_async.simulation.tune.tuning import IN_STEP, tune
-from tests.simulation.tune.tune_world import PROFILE, RECIPE, job, simulate_by_law
+from omni_async.simulation.tune.tuning import IN_STEP, SMALLEST_BUDGET, tune
+from tests.simulation.tune.tune_world import GPU, PROFILE, RECIPE, job, simulate_by_law
 
 VARIED = replace(PROFILE, generate=ServiceTime(unit_s=1.0, cv=0.05), score=ServiceTime(unit_s=0.2, cv=0.1))
 
@@ -103,6 +103,16 @@ def test_whatever_the_recipes_schedule_the_written_one_overlaps(recipe, schedule
     assert ("schedule" in tuned.keys) == (schedule != "async")
     assert SWAP not in tuned.keys
     assert "schedule" in tuned.reasons or schedule == "async"
+
+
+def test_a_job_without_scorers_has_devices_for_engines_and_ranks_alone():
+    distilled = {"name": "distill", "teacher": Teacher(path="t"), "correction": Correction()}
+    config = job(algorithm=distilled, reward={"scorers": ()}, placement={"reward": GPU})
+    tuned = tune(config, PROFILE, 4, simulate, budget=SMALLEST_BUDGET)
+    keys, found = tuned.chosen.keys, tuned.chosen.simulated
+    assert keys[ENGINES] + keys[RANKS] == 4 and REWARDERS not in tuned.keys
+    assert set(found.busy) == {"rollout", "trainer"} and tuned.times.score == 0 and found.devices == 4
+    assert "reward worker" not in text(tuned)
 
 
 def test_kept_keys_are_neither_changed_nor_written(recipe):
