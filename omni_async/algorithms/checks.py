@@ -83,6 +83,8 @@ def _rewards(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
 
 def _ratio(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
     algorithm, name = config.algorithm, objective.name
+    if config.trainer.optimizer.step_size is not None:
+        yield from _step_size(algorithm.correction, name, kind)
     if kind.ratio:
         yield from correction_problems(algorithm.correction, objective.ratio)
         yield from _kept_steps(algorithm.correction, objective)
@@ -97,6 +99,14 @@ def _ratio(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
     if clips(algorithm):
         instead = "; algorithm.awm.clip_range is its own" if name == "awm" else ""
         yield f"algorithm.{clips(algorithm)[0]}: {name} does not clip a ratio of denoising steps{instead}; remove it"
+
+
+def _step_size(settings: Correction, name: str, kind: Kind) -> Iterator[str]:
+    key = "trainer.optimizer.step_size"
+    if not kind.ratio:
+        yield f"{key}: {name} has no ratio to the policy that made a sample, so drift is not measured; use schedule"
+    elif settings.mode == "interpolated":
+        yield f"{key}: mode interpolated measures only a part of the drift; use another correction.mode, or null"
 
 
 def _kept_steps(settings: Correction, objective: Objective) -> Iterator[str]:

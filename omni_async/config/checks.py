@@ -203,6 +203,10 @@ def _training(c: Config) -> Iterator[str]:
         )
     if t.optimizer.fused and t.optimizer.name != "adamw":
         yield f"trainer.optimizer.fused: only adamw has one kernel, got {t.optimizer.name}; leave it out"
+    if t.optimizer.max_alignment is not None and t.optimizer.name == "sgd" and t.optimizer.momentum == 0:
+        yield "trainer.optimizer.max_alignment: sgd without momentum keeps no earlier gradients; set momentum, or adamw"
+    if (size := t.optimizer.step_size) is not None and size.by == "ess" and size.target > 1:
+        yield f"trainer.optimizer.step_size.target: an effective sample size is at most 1, got {size.target:g}"
     if t.gather == "step" and (t.workers if t.shard is None else t.shard) == 1:
         yield (
             "trainer.gather: step: one rank holds all weights and gathers none, and would hold them twice; use layer"

@@ -315,6 +315,15 @@ class Reward(Section, kw_only=True, frozen=True):
 Beta = Annotated[float, Meta(ge=0, lt=1)]
 
 
+class StepSize(Section, kw_only=True, frozen=True):
+    by: Literal["drift", "ess"]
+    """What is measured on the rows of an optimizer step, before it is taken. `drift`: D kappa, as half the variance of
+    the log-ratios in nats; the rate has the factor sqrt(target / drift). `ess`: effective sample size of the steps'
+    importance weights; the factor is sqrt(ess / target), as in VCPO."""
+    target: Positive
+    """Drift in nats, or effective sample size in (0, 1], up to which the rate is unchanged."""
+
+
 class Optimizer(Section, kw_only=True, frozen=True):
     name: Literal["adamw", "sgd"] = "adamw"
     """Optimizer."""
@@ -334,6 +343,11 @@ class Optimizer(Section, kw_only=True, frozen=True):
     """Optimizer steps of linear warm-up."""
     max_grad_norm: Positive | None = 1.0
     """Clip the gradient's global norm; null does not clip."""
+    max_alignment: Annotated[float, Meta(ge=0, lt=1)] | None = None
+    """Largest cosine between the gradient and the optimizer's momentum, an average of earlier gradients: the part of
+    the gradient along the momentum that exceeds it is removed. null: any."""
+    step_size: StepSize | None = None
+    """Lower the learning rate of optimizer steps whose samples' policy is far from the trained one; null: never."""
     fused: bool | None = None
     """Use AdamW in one kernel, without temporary copies of the weights; its last bits differ. Null: on accelerators
     whose torch has the kernel."""

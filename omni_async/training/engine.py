@@ -37,7 +37,7 @@ from omni_async.training.flops import FlopMeter, peak_tflops
 from omni_async.training.groups import GroupBatch, joined
 from omni_async.training.metrics import Metrics
 from omni_async.training.model import ModuleBackend
-from omni_async.training.optimizer import clip_factor, ema_decay, learning_rate
+from omni_async.training.optimizer import clip_factor, ema_decay, learning_rate, step_size_factor
 from omni_async.training.row_loss import RowLoss
 from omni_async.types import SampleDrift
 from omni_async.weights.buckets import BucketSet
@@ -130,21 +130,25 @@ class TrainEngine:
         self._accumulate_waiting()
         if not self._has_rows:
             raise TrainingError(f"optimizer step {self.optimizer_steps}: no group was accumulated")
-        loss_scale = grad_scale * self._normalise()
-        norm = self._model.gradient_norm() * abs(loss_scale)
+        optimizer, loss_scale = self.config.trainer.optimizer, grad_scale * self._normalise()
+        gradient_norm = self._model.gradient_norm()
+        norm = gradient_norm * abs(loss_scale)
         if not math.isfinite(norm):
             raise TrainingError(
                 f"optimizer step {self.optimizer_steps}: the gradient norm is {norm}; no weight was changed, and the"
                 " run's checkpoints are sound: resume with checkpoint.resume=auto and, if it happens again, a lower"
                 " trainer.optimizer.lr or reward.max_abs"
             )
-        factor = loss_scale * clip_factor(norm, self.config.trainer.optimizer.max_grad_norm)
-        rate = learning_rate(self.config.trainer, self.optimizer_steps)
-        self._model.step(factor, rate)
+        metrics, left = self._metrics.reduce(self.config.rollout.num_inference_steps), 1.0
+        if optimizer.max_alignment is not None:
+            metrics["alignment"], left = self._model.limit_alignment(gradient_norm, optimizer.max_alignment)
+        if optimizer.step_size is not None:
+            metrics["lr_factor"] = step_size_factor(optimizer.step_size, metrics)
+        rate = learning_rate(self.config.trainer, self.optimizer_steps) * metrics.get("lr_factor", 1.0)
+        self._model.step(loss_scale * clip_factor(norm * left, optimizer.max_grad_norm), rate)
         self._has_rows = False
         self.optimizer_steps += 1
         self._follow()
-        metrics = self._metrics.reduce(self.config.rollout.num_inference_steps)
         metrics["loss"] *= loss_scale
         metrics["advantage_abs"] *= grad_scale
         return {**metrics, "grad_norm": norm, "lr": rate}

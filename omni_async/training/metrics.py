@@ -28,7 +28,7 @@ _Key: TypeAlias = tuple[bool, str, Reduction]  # the first: by step
 # fmt: off
 _OF_THE_RUN = {
     "update", "reward", "staleness", "images", "images_per_s", "update_s", "wall_s", "loss", "grad_norm", "lr",
-    "advantage_abs", "log_prob", "log_ratio_nats", "ess", "k3_nats", "chi2",
+    "lr_factor", "alignment", "advantage_abs", "log_prob", "log_ratio_nats", "ess", "k3_nats", "chi2",
     "perplexity_ratio", "gamma", "kappa_nats", "statistic", "drift_clipped", "row_staleness",
     "engine_mismatch_nats", "engine_mismatch", "engine_mismatch_velocity", "engine_mismatch_clipped",
     "engine_mismatch_honest", "fresh_fraction", "proximal_ratio", "weight", "masked", "busy", "buffers", "finished",

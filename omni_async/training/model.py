@@ -29,7 +29,13 @@ from omni_async.training import TrainingError, checkpoint, sequence_parallel
 from omni_async.training.auxiliary import AuxiliaryPolicies, adapters_off, add_adapters, forget_gathered
 from omni_async.training.groups import Needs
 from omni_async.training.loading import Loading, WholeModel, read_weights
-from omni_async.training.optimizer import build_optimizer, gradient_norm, gradients, set_learning_rate
+from omni_async.training.optimizer import (
+    build_optimizer,
+    gradient_norm,
+    gradients,
+    limit_alignment,
+    set_learning_rate,
+)
 from omni_async.weights.lora import diffusers_name, is_injected_adapter
 
 
@@ -168,6 +174,9 @@ class ModuleBackend:
 
     def gradient_norm(self) -> float:
         return gradient_norm(gradients(self.trainable.values()))
+
+    def limit_alignment(self, norm: float, most: float) -> tuple[float, float]:
+        return limit_alignment(self.trainable.values(), self.optimizer, norm, most)
 
     def step(self, factor: float, rate: float) -> None:
         if factor != 1.0:

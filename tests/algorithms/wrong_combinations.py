@@ -10,6 +10,7 @@ REINFORCE = ("algorithm.name=reinforce", "algorithm.correction={mode: bypass, we
 GSPO = ("algorithm.name=gspo",)
 DANCE = ("algorithm.name=dance_grpo", "rollout.sde.kind=dance")
 DISTILL = ("algorithm.name=distill", "algorithm.teacher={path: t}")
+DRIFT = "trainer.optimizer.step_size={by: drift, target: 0.5}"
 
 # Each has exactly this one thing wrong.
 WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -104,6 +105,8 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     ((*NFT, "rollout.group_size=1"), "rollout.group_size: diffusion_nft compares the samples ... at least 2, got 1"),
     ((*NFT, "algorithm.correction.mode=decoupled"), "correction: diffusion_nft has no ratio to the policy that made"),
     ((*AWM, "algorithm.correction.k1=[0.5, 2.0]"), "algorithm.correction: awm has no ratio to the policy that made a"),
+    ((*NFT, DRIFT), "trainer.optimizer.step_size: diffusion_nft has no ratio ... drift is not measured; use schedule"),
+    ((DRIFT, "algorithm.correction.mode=interpolated"), "trainer.optimizer.step_size: mode interpolated measures only"),
     ((*NFT, "algorithm.clip_range=1e-4"), "algorithm.clip_range: diffusion_nft does not clip a ratio ... remove it"),
     ((*NFT, "algorithm.clip_range_nats=1"), "algorithm.clip_range_nats: diffusion_nft does not clip ... remove it"),
     ((*NFT, "algorithm.clip_centre=drift"), "algorithm.clip_centre: diffusion_nft does not clip ... remove it"),

@@ -302,6 +302,14 @@ EMULATED = ["run.runtime=inprocess", "rollout.engine=emulated"]
         (["rollout={batching: request, engine: emulated}", "weights.swap=drain"], "engines vllm_omni and diffusers"),
         (["rollout.engine_args={dtype: half}"], "rollout.engine_args.dtype: the run sets it; use model.dtype"),
         (["trainer.gather=step"], "trainer.gather: step: one rank holds all weights ... use layer"),
+        (
+            ["trainer.optimizer={name: sgd, max_alignment: 0.1}"],
+            "trainer.optimizer.max_alignment: sgd without momentum keeps no earlier gradients",
+        ),
+        (
+            ["trainer.optimizer.step_size={by: ess, target: 1.5}"],
+            "trainer.optimizer.step_size.target: an effective sample size is at most 1, got 1.5",
+        ),
         (["trainer.optimizer={name: sgd, fused: true}"], "trainer.optimizer.fused: only adamw has one kernel, got sgd"),
         (["rollout.engine_args={stage_overrides: {'0': {dtype: bfloat16}}}"], "stage_overrides: ... name them in"),
         (["rollout.attention_backend=SAGE_ATTN"], "rollout.attention_backend: SAGE_ATTN: it approximates ... use auto"),

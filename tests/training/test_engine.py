@@ -58,6 +58,35 @@ def test_scaling_gradients_is_scaling_advantages_and_comes_before_clipping():
     assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.parametrize("by", ["drift", "ess"])
+def test_drift_lowers_the_rate_of_its_own_step(by):
+    sgd = {"trainer.optimizer": {"name": "sgd", "lr": 1e-2, "weight_decay": 0, "max_grad_norm": None}}
+    plain, groups = world.moved(**sgd)
+    before = world.weights(plain)
+    metrics = world.step_on(plain, *groups)
+    measured = metrics["ess"] if by == "ess" else metrics["log_ratio_nats/variance"] / 2
+    for factor in (0.5, 1.0):
+        target = measured / factor**2 if by == "ess" else measured * factor**2
+        sgd["trainer.optimizer"]["step_size"] = {"by": by, "target": target}
+        engine, _ = world.moved(**sgd)
+        found = world.step_on(engine, *groups)
+        assert found == metrics | {"lr": pytest.approx(1e-2 * factor), "lr_factor": pytest.approx(factor)}
+        step = factor * (world.weights(plain) - before)
+        assert step.abs().max() > 1e-4
+        torch.testing.assert_close(world.weights(engine) - before, step, rtol=0, atol=2e-7)
+
+
+def test_gradients_are_clipped_by_what_the_alignment_leaves():
+    sgd = {"name": "sgd", "lr": 1e-2, "momentum": 0.9, "weight_decay": 0, "max_grad_norm": 1e-3, "max_alignment": 0.1}
+    engine, groups = world.moved(**{"trainer.optimizer": sgd})
+    assert world.step_on(engine, groups[0])["alignment"] == 0
+    metrics, grads = world.trained(engine, groups[1])
+    assert metrics["alignment"] > 0.1
+    assert metrics["grad_norm"] > 1e-3
+    norm = torch.cat([grad.flatten() for grad in grads.values()]).norm()
+    assert norm.item() == pytest.approx(1e-3, rel=1e-2)
+
+
 @pytest.mark.parametrize("correction", [{"mode": "bypass"}, {"mode": "decoupled", "kappa_nats": 0.15}])
 def test_discarding_forgets_gradients_metrics_and_the_normaliser(correction):
     (engine, groups), (fresh, _) = world.moved(correction=correction), world.moved(correction=correction)

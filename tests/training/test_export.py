@@ -93,7 +93,14 @@ def test_snapshots_in_the_same_memory_are_the_weights_of_their_own_version(backe
 )
 @pytest.mark.parametrize(("optimizer", "before"), [("adamw", 0), ("adamw", 3), ("sgd", 3)])
 def test_resuming_continues_bit_for_bit(tmp_path, backend, lora, others, optimizer, before):
-    rate = {"name": optimizer, "lr": 1e-2, "momentum": 0.9, "schedule": "cosine", "warmup_steps": 1}
+    rate = {
+        "name": optimizer,
+        "lr": 1e-2,
+        "momentum": 0.9,
+        "schedule": "cosine",
+        "warmup_steps": 1,
+        "max_alignment": 0.1,
+    }
     engine = world.updated(before, **{"backend": backend, "lora": lora, "trainer.optimizer": rate, **others})
     world.save(engine, tmp_path / "c")
     expected = [world.update(engine, seed) for seed in (5, 6)]

@@ -59,6 +59,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gathered once": {"kl_coef": 0.05, "trainer.gather": "step"},
     "whole lora": {"lora": world.LORA, "trainer.shard": 1},
     "fused": {"optimizer": "adamw", "trainer.optimizer.fused": True, "trainer.optimizer.eps": 1e-4},
+    "drift": {"steps_per_update": 2, "trainer.optimizer.step_size": {"by": "drift", "target": 1e-3}},
+    # A teacher's gradients point the same way, so that there is something to remove.
+    "aligned": {
+        **DISTILL,
+        "optimizer": "adamw",
+        "trainer.optimizer.eps": 1e-4,
+        "trainer.optimizer.max_alignment": 0.1,
+    },
+    "aligned lora": {
+        **DISTILL,
+        "lora": world.LORA,
+        "trainer.optimizer.momentum": 0.9,
+        "trainer.optimizer.max_alignment": 0.1,
+    },
     "distill": {**DISTILL, "kl_coef": 0.05},
     "teacher lora": {"teacher": {"path": "1"}, "lora": world.LORA},
     "dpo": {**FORWARD, "name": "diffusion_dpo", "dpo": {"beta": 2.0}, "forward": {"draws": 6}},
@@ -125,6 +139,10 @@ def test_two_ranks_train_what_one_trains(tmp_path):
                 assert metrics == pytest.approx(of_one, rel=1e-4, abs=1e-6), name
         if "correction" in str(change):
             assert 0 < alone["updates"][0]["masked"] < 1
+        if "step_size" in str(change):
+            assert 0 < alone["updates"][0]["lr_factor"] < 1
+        if "alignment" in str(change):
+            assert alone["updates"][1]["alignment"] > 0.1
         weights = dict(unpack(*alone["export"]))
         world.assert_close(dict(unpack(*ranks[0]["export"])), weights, atol=1e-6)
         for rank in ranks:

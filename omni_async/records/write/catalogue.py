@@ -113,6 +113,12 @@ _LEARNING = (
     Metric("loss", Group.LEARNING, "of the optimizer step", better="down"),
     Metric("grad_norm", Group.LEARNING, "norm of the gradient before clipping"),
     Metric("lr", Group.LEARNING, "learning rate"),
+    Metric("lr_factor", Group.LEARNING, "its factor by `trainer.optimizer.step_size`"),
+    Metric(
+        "alignment",
+        Group.LEARNING,
+        "cosine between gradient and momentum, before `trainer.optimizer.max_alignment` limits it",
+    ),
     Metric("advantage_abs", Group.LEARNING, "mean absolute advantage"),
     Metric(
         "ratio_deviation",

@@ -73,6 +73,11 @@ class TrainBackend(Protocol):
     def gradient_norm(self) -> float:
         """Return the 2-norm of the accumulated gradient over all ranks. Called once before each `step`."""
 
+    def limit_alignment(self, norm: float, most: float) -> tuple[float, float]:
+        """Limit the cosine between gradient and momentum, as in `omni_async.training.optimizer.limit_alignment`.
+
+        Called between `gradient_norm` and `step`, with `trainer.optimizer.max_alignment` alone."""
+
     def step(self, factor: float, rate: float) -> None:
         """Multiply the gradient by `factor`, step the optimizer with the learning rate `rate`, discard the gradient."""
 
