@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from omni_async.config import Config
+from omni_async.config import Config, resolved_yaml
 from omni_async.config.describe import walk
 from omni_async.config.redact import (
     MASK,
@@ -138,6 +138,12 @@ def test_secrets_that_overlap(text: str, secrets: list[str], shown: str) -> None
 def test_control_characters() -> None:
     assert one_line("a\x1b[2Jb\nc\u202ed\x00") == r"a\x1b[2Jb c\u202ed\x00"
     assert one_line("ein Würfel 骰子") == "ein Würfel 骰子"
+
+
+def test_resolved_yaml_shows_no_credentials() -> None:
+    recipe = MINIMAL.replace("{name: ocr}", "{name: ocr, params: {api_key: hunter2, n: 1}}")
+    text = resolved_yaml(load_text(recipe, "tracking.mlflow.tracking_uri=http://me:hunter2@h/?token=hunter2"))
+    assert "hunter2" not in text and "http://***@h/?token=***" in text
 
 
 @pytest.mark.parametrize(
