@@ -19,11 +19,13 @@ from omni_async import cli
 from omni_async.algorithms.registry import find_objective, objective_names
 from omni_async.commands.list_names import LISTED
 from omni_async.config import load
+from omni_async.performance.profile import write_profile
 from omni_async.plugins.families import family_names
 from omni_async.records.write.sinks.base import SinkUnusableError
 from omni_async.rewards import registry
 from omni_async.runtime.driver import train as runtime
 from tests.runtime.runtime_world import write_world
+from tests.simulation.tune import tune_world
 from tests.support.patience import PATIENCE
 from tests.support.places import ROOT
 
@@ -152,7 +154,10 @@ def test_wrong_configuration(recipe, capsys, command, override, message):
     refused(capsys, message)
 
 
-@pytest.mark.parametrize("arguments", ["", "trian", "docs --nowhere", "train", "check", "simulate", "tune"])
+@pytest.mark.parametrize(
+    "arguments",
+    ["", "trian", "docs --nowhere", "train", "check", "simulate", "tune", "bench", "bench fly", "bench overlap"],
+)
 def test_wrong_usage(arguments, capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(arguments.split())
@@ -260,21 +265,27 @@ def test_committed_reference(tmp_path, capsys):
 # ---- what it costs to start ------------------------------------------------------------------------------------------
 
 
-def test_nothing_heavy_is_imported(recipe):
+def test_nothing_heavy_is_imported(recipe, tmp_path):
     """Counts modules: 471 take a quarter of a second to import."""
+    (tmp_path / "tuned.yaml").write_text(tune_world.RECIPE)
+    write_profile(tmp_path / "steady.json", tune_world.PROFILE)
+    tune = ["tune", str(tmp_path / "tuned.yaml"), "--profile", str(tmp_path / "steady.json"), "--devices", "3"]
     program = (
         "import sys\n"
         "from omni_async import cli\n"
-        "heavy = ('torch', 'ray', 'mlflow', 'diffusers', 'transformers', 'tensordict')\n"
+        "heavy = ('torch', 'ray', 'mlflow', 'diffusers', 'transformers', 'tensordict', 'matplotlib')\n"
         "loaded = lambda: [name for name in heavy if name in sys.modules]\n"
         "print(loaded())\n"
         "cli.main(['list'])\n"
         "print('modules:', len(sys.modules))\n"
         f"cli.main(['check', {recipe!r}])\n"
+        f"assert cli.main({[*tune, '--budget', '12']!r}) == 0\n"
+        "import omni_async.records.read.record\n"
         "print(loaded())"
     )
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True, cwd=ROOT)
+    found = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True, **found)
     lines = done.stdout.splitlines()
     assert lines[0] == lines[-1] == "[]"
     [modules] = [int(line.split()[1]) for line in lines if line.startswith("modules:")]

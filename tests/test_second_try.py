@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.places import ROOT
 
 # Fails the first time that it runs, which a file remembers.
@@ -32,17 +30,15 @@ def _run(folder: Path, *arguments: str, **suite: str) -> tuple[int, str]:
     for name, text in suite.items():
         (folder / f"test_{name}.py").write_text(text, encoding="utf-8")
     (folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.second_try", "--second-try", *arguments]
-    done = subprocess.run(
-        command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
+    plugins = ["-p", "xdist", "-p", "tests.support.second_try"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, "--second-try", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("processes", ["0", "2"])
-def test_two_flaky_pass(tmp_path: Path, processes: str):
-    suite = {"a": _STEADY + _ONCE.format(name="one"), "b": _ALONE}
-    code, output = _run(tmp_path, "-n", processes, **suite)
+def test_two_flaky_pass(tmp_path: Path):
+    code, output = _run(tmp_path, "-n", "2", a=_STEADY + _ONCE.format(name="one"), b=_ALONE)
     assert code == 0
     assert "1 passed, 2 flaky" in output.splitlines()[-1] and "failed" not in output.splitlines()[-1]
     end = output[output.index("flaky: failed, then passed alone") :]
@@ -72,12 +68,13 @@ def test_other_errors_get_no_second_try(tmp_path: Path):
 
 def test_the_suite_without_a_browser(tmp_path: Path):
     """Without Chromium the tests of pages are skipped, and the first and the last line report it; CI refuses it."""
-    one = "tests/commands/report/test_page.py::test_what_a_run_says_is_text_and_never_markup"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", one]
-    without = {**os.environ, "PATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, env=without, capture_output=True, text=True)
+    (tmp_path / "test_a.py").write_text("def test_page(open_page):\n    raise AssertionError\n", encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p tests.conftest\n", encoding="utf-8")
+    without = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "pipelines")))}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=tmp_path, env=without, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and "1 skipped" in done.stdout
     assert lines[0] == lines[-1] and "Chromium is not installed" in lines[0]
-    done = subprocess.run([*command, "--require-browser"], cwd=ROOT, env=without, capture_output=True, text=True)
+    done = subprocess.run([*command, "--require-browser"], cwd=tmp_path, env=without, capture_output=True, text=True)
     assert done.returncode == 4 and "apt-get install chromium" in done.stderr

@@ -219,7 +219,6 @@ def test_a_known_secret_is_masked_in_every_form(form: str, secret: str) -> None:
 def test_a_secret_of_less_than_four_characters_is_masked_by_its_context_alone() -> None:
     assert secrets_in({"password": "abc", "url": "http://me:xyz@h/?token=123"}) == frozenset()
     assert secrets_in({"password": "abcd", "url": "http://me:wxyz@h/?token=1234"}) == {"abcd", "wxyz", "1234"}
-    assert redact({"password": "abc"}) == {"password": MASK} and redact_text("password=abc") == f"password={MASK}"
 
 
 HOSTILE = "?token a. :// token= Bearer &key _token a x= ?x= tokens=1 &tokens=1 - [ %5F \\ %25 &# \\u 0x \\\\u0073 A"

@@ -83,7 +83,7 @@ def test_measured_profiles_are_the_replayed_ones(recipe: Path, schedule: str) ->
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("runtime", ["inprocess", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runtime", ["inprocess", pytest.param("ray", marks=[pytest.mark.thorough, pytest.mark.slow])])
 def test_emulated_runs_need_no_torch(recipe: Path, tmp_path: Path, runtime: str) -> None:
     seen, spy = tmp_path / "torch-was-imported", tmp_path / "path" / "torch"
     spy.mkdir(parents=True)

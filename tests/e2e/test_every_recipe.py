@@ -33,6 +33,7 @@ PUBLISHED = [
 _ALONE = "trainer.groups_per_micro_batch=1"
 
 
+@pytest.mark.sliced(floor=10)
 @pytest.mark.parametrize("path", ONLINE, ids=lambda path: "/".join(path.parts[-2:]))
 def test_every_recipe_can_be_emulated(path: Path, tmp_path: Path) -> None:
     write_emulated(tmp_path)
@@ -97,6 +98,7 @@ def test_published_recipes_train(path: Path, checkpoint_of: Callable[[str], Path
     assert all("lora" in name for name in made.weights()) == (asked.model.lora is not None)
 
 
+@pytest.mark.sliced(floor=1)
 @pytest.mark.parametrize("name", ["video", "control"])
 def test_the_video_task_trains(name: str, tmp_path: Path) -> None:
     few = ("trainer.updates=2", "rollout.group_size=4", "validation.samples_per_prompt=1", f"run.dir={tmp_path}")
@@ -113,7 +115,7 @@ _PROGRAMS = {"python": [sys.executable], "omni-async": [sys.executable, "-m", "o
 
 
 @pytest.mark.slow
-@pytest.mark.sliced(floor=1)
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("recipe", sorted((RECIPES / "tiny").glob("*.yaml")), ids=lambda path: path.stem)
 def test_commands_in_headers(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

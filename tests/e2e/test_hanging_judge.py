@@ -28,6 +28,7 @@ class Judge:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_ctrl_c_ends_a_run_whose_judge_hangs(tmp_path: Path) -> None:
     (tmp_path / "hanging.py").write_text(_JUDGE)

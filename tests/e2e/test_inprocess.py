@@ -44,6 +44,7 @@ def moved(finished: Run) -> bool:
 # ---- how the loop runs -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sliced(floor=4)
 @pytest.mark.parametrize(
     ("engine", "swap", "batching"),
     [
@@ -102,7 +103,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.sliced(floor=5)
+@pytest.mark.sliced(floor=4)
 @pytest.mark.parametrize("name", LOOPS)
 def test_loop_settings(recipe: Path, name: str) -> None:
     _done(run(recipe, *LOOPS[name]), load(recipe, LOOPS[name]).trainer.updates)
@@ -189,7 +190,7 @@ OBJECTIVES = {
 }
 
 
-@pytest.mark.sliced(floor=4)
+@pytest.mark.sliced(floor=3)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_trains(recipe: Path, name: str) -> None:
     finished = _done(run(recipe, f"algorithm.name={name}", *_KEPT, *OBJECTIVES[name]))
@@ -216,7 +217,7 @@ CORRECTIONS = {
 DRIFT = {"log_ratio_nats/variance", "ess", "engine_mismatch_nats", "fresh_fraction", "row_staleness/mean"}
 
 
-@pytest.mark.sliced(floor=4)
+@pytest.mark.sliced(floor=3)
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_every_correction_trains(recipe: Path, correction: str, steps: int) -> None:
@@ -267,6 +268,7 @@ def test_the_automatic_correction_stays_while_drift_is_small_at_any_budget(recip
     assert not finished.spans("proximal")
 
 
+@pytest.mark.sliced(floor=1)
 @pytest.mark.parametrize("lora", [(), (_LORA,)], ids=["full", "lora"])
 def test_a_kl_term_needs_the_reference_policy(recipe: Path, lora: tuple[str, ...]) -> None:
     finished = _done(run(recipe, "algorithm.kl_coef=0.1", *lora, *_ADAMW))
@@ -274,6 +276,7 @@ def test_a_kl_term_needs_the_reference_policy(recipe: Path, lora: tuple[str, ...
     assert drift[0] < 1e-9 < drift[-1], "the first update starts at the reference, later ones have moved away"
 
 
+@pytest.mark.sliced(floor=1)
 @pytest.mark.parametrize(
     ("lora", "guided", "closer"),
     [((), "{}", 0.8), ((_LORA,), "{true_cfg_scale: 2.0}", 1.1)],  # a rank of 2 hardly moves in 6 updates

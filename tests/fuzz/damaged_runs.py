@@ -15,6 +15,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -28,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 import numpy as np
@@ -125,7 +126,7 @@ def _complete(run: Path) -> None:
 
 
 def simulate_known_once() -> None:
-    """Let a report simulate the recipe and profile of an undamaged run once in this process and its children.
+    """Let a report simulate the recipe and profile of an undamaged run once.
 
     The simulation takes a second. A damaged recipe or profile is simulated each time."""
     from omni_async.commands.report import what_it_buys
@@ -266,8 +267,8 @@ class Played:
     problems: list[str] = field(default_factory=list)
 
 
-def play(base: Path, top: Path, case: Case | None, told: Callable[[str], None] = lambda text: None) -> list[Played]:
-    """Make a case in the empty folder `top` and run its commands; None: the undamaged run and every command."""
+def play(base: Path, top: Path, case: Case | None, commands: Sequence[str]) -> list[Played]:
+    """Make a case, or the undamaged run, in the empty folder `top` and run these commands."""
     rng = random.Random(f"{case.seed}/{case.number}/damage" if case else 0)
     place_ = _Place(base, top, case.run if case else _FULL)
     place_.copy("finished" if case is None else case.state)
@@ -275,7 +276,6 @@ def play(base: Path, top: Path, case: Case | None, told: Callable[[str], None] =
         stack.enter_context(_worker_of(top))
         running = case is not None and case.state == "running"
         if case is not None:
-            told(f"damaging: {case}")
             try:
                 _apply(place_, case, rng)
             except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -283,16 +283,9 @@ def play(base: Path, top: Path, case: Case | None, told: Callable[[str], None] =
         if running:
             answers = case.damage if case and case.file == "control.sock" else "well"
             stack.enter_context(_job(place_.run, answers, rng))
-        commands = (
-            case.commands if case else ("report", "watch", "status", "export", "eval", "score", "resume", "train")
-        )
         if case is not None and case.damage == "a_link" and case.file in ("", "."):
-            commands = tuple(one for one in commands if one not in _CONTINUING)  # the user names the link
-        played = []
-        for command in commands:
-            told(command)
-            played.append(_played(place_, command, rng))
-        return played
+            commands = [one for one in commands if one not in _CONTINUING]  # the user names the link
+        return [_played(place_, command, rng) for command in commands]
 
 
 _CONTINUING = ("resume", "train")  # write into the run folder
@@ -717,17 +710,14 @@ def _answer(connection: socket.socket, answers: str, rng: random.Random) -> None
     connection.sendall(content + b"\n")
 
 
-# ---- a child ---------------------------------------------------------------------------------------------------------
+# ---- bounds ----------------------------------------------------------------------------------------------------------
 
 
-def watch_over(log: Path, wall_s: float) -> None:
-    """End this process, its threads' places in `log`, once it used too much of the processor or of memory."""
-    import resource
-
-    file = log.open("a")
-    faulthandler.register(signal.SIGPROF, file, all_threads=False, chain=True)
+def watch_over(log: TextIO, wall_s: float) -> None:
+    """End this process, its threads' places in `log`, once the next case used too much of the processor or of time."""
+    faulthandler.register(signal.SIGPROF, log, all_threads=False, chain=True)
     signal.setitimer(signal.ITIMER_PROF, _KILLED_AT_CPU_S)
-    faulthandler.dump_traceback_later(wall_s, exit=True, file=file)
+    faulthandler.dump_traceback_later(wall_s, exit=True, file=log)
     most = _memory("VmSize") + _ROOM
     resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 

@@ -26,9 +26,8 @@ def assert_both_engines_swapped(finished: Run) -> None:
     assert {version for version, _ in held} >= {0, 3} and len({engine for _, engine in held}) == 2
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_the_last_version_stays_as_a_file_and_is_what_was_trained(tmp_path, checkpoint, staleness):
-    finished = run(write_recipe(tmp_path, checkpoint), "weights.transport=disk", f"staleness.max_updates={staleness}")
+def test_the_last_version_stays_as_a_file_and_is_what_was_trained(tmp_path, checkpoint):
+    finished = run(write_recipe(tmp_path, checkpoint), "weights.transport=disk", "staleness.max_updates=2")
     assert finished.summary.status == "done"
     assert_file_is_what_was_trained(finished)
 

@@ -6,7 +6,6 @@ import pytest
 
 from omni_async import cli
 from omni_async.commands.bench import overlap as overlap_module
-from omni_async.commands.bench.plan import DEFAULT_ARMS
 from omni_async.commands.bench.result import read_overlap
 from tests.commands.bench import overlap_world as world
 
@@ -27,21 +26,6 @@ def bench(tmp_path, monkeypatch, capsys):
 
 
 SHORT = ("--arms", "sync,async:1", "--repeats", "2")
-
-
-@pytest.mark.parametrize("command", [["bench"], ["bench", "overlap"]])
-def test_the_help_shows_the_command_being_used_and_explains_every_arm_and_option(command, capsys):
-    with pytest.raises(SystemExit) as left:
-        cli.main([*command, "--help"])
-    assert left.value.code == 0
-    shown = capsys.readouterr().out
-    examples = [line for line in shown.splitlines() if line.startswith("  omni-async bench overlap")]
-    assert examples
-    for line in examples:
-        cli._parse(line.split()[1:])
-    if command == ["bench", "overlap"]:
-        options = ("--profile", "--repeats", "--updates", "--arms", "--out", "--report", "130")
-        assert all(word in shown for word in (*(name.partition(":")[0] for name in DEFAULT_ARMS), *options))
 
 
 def test_a_benchmark_prints_its_table_and_leaves_its_files(bench, tmp_path):
@@ -138,13 +122,3 @@ def test_a_report_on_nothing_or_with_options_of_a_run_is_one_line_and_exit_code_
     assert cli.main(["bench", "overlap", str(tmp_path), *given.split(), "--report"]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "arguments", [["bench"], ["bench", "fly"], ["bench", "overlap"], ["bench", "overlap", "x.yaml", "--repeats", "0"]]
-)
-def test_wrong_usage_is_exit_code_2(arguments, capsys):
-    with pytest.raises(SystemExit) as left:
-        cli.main(arguments)
-    assert left.value.code == 2
-    assert "usage: omni-async bench" in capsys.readouterr().err

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
+from omni_async.simulation import what_if
 from recipes.quickstart.build_preferences import render_pairs
 from tests.support.browser import in_a_thread
 from tests.support.job_world import run, write_emulated, write_recipe
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_seed() -> Iterator[None]:
+    """Simulates each change of a run once, not three times: a page has several, of a second each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(what_if, "_SEEDS", 1)
+        yield
 
 
 @pytest.fixture(scope="session")

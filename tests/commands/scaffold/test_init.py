@@ -73,7 +73,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return printed.err.removeprefix("omni-async: ").rstrip()
 
 
-@pytest.mark.sliced(floor=6)
+@pytest.mark.sliced(floor=4)
 @pytest.mark.parametrize(
     ("family", "devices"),
     [*((one, 8) for one in FAMILIES), *((one, n) for one in FAMILIES if one.name in DIVIDED for n in (0, 1, 2))],
@@ -98,6 +98,7 @@ def test_a_recipe_for_every_family_passes_check(family, devices, built, workplac
     assert (max(gpus) if config.placement.colocated else sum(gpus)) == devices
 
 
+@pytest.mark.sliced(floor=4)
 @pytest.mark.parametrize("algorithm", [*objective_names()])
 def test_a_recipe_of_every_algorithm_passes_check(algorithm, workplace):
     teacher = [f"algorithm.teacher.path={QUICKSTART}/checkpoint"] if algorithm == "distill" else []

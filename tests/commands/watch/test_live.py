@@ -12,7 +12,6 @@ import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -26,7 +25,6 @@ from omni_async.commands.watch.command import newest
 from omni_async.commands.watch.now import require_answer
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import Counters, summarise, write_summary
-from omni_async.runtime.driver import control_socket
 from omni_async.runtime.driver.control_socket import Request, Tell
 from tests.commands.watch.watch_world import Page, RunningJob, watched
 from tests.support import patience
@@ -292,15 +290,6 @@ async def test_a_run_is_stopped_while_it_waits_for_new_workers(tmp_path: Path) -
         assert job.stops == 1 and not job.asked
         job.may_scale.set()
         assert await scaling == (200, {"result": "done"})
-
-
-async def test_a_button_waits_30_s_for_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line, ends = control_socket._line, list[float]()
-    async with watched(tmp_path) as page, RunningJob(tmp_path).answering():
-        monkeypatch.setattr(control_socket, "time", SimpleNamespace(monotonic=lambda: 1000.0))
-        monkeypatch.setattr(control_socket, "_line", lambda *how: ends.append(how[-1]) or line(*how))
-        assert (await page.post("/api/act", {"action": "stop"}))[0] == 200
-    assert ends == [1030.0]
 
 
 async def test_what_the_run_refuses_is_told_and_recorded(tmp_path: Path) -> None:

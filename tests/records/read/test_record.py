@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from omni_async.records.write.summary import write_summary
 from omni_async.records.write.timeline import write_trace
 from omni_async.types import LedgerEntry, Span
 from tests.support.configs import make_summary
-from tests.support.job_world import ENVIRONMENT
 
 
 def line(**changes: Any) -> dict[str, Any]:
@@ -127,9 +124,3 @@ def test_what_is_no_run_folder_is_refused_in_one_line(tmp_path, name):
     (tmp_path / "a_folder").mkdir()
     with pytest.raises(ConfigError, match=rf"{name} is not a run folder: .*runs/quickstart-20260101-120000"):
         read_run(tmp_path / name)
-
-
-def test_reading_a_run_imports_neither_torch_nor_ray():
-    code = "import sys, omni_async.records.read.record; print({'torch', 'ray', 'mlflow'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
-    assert done.stdout == "set()\n"

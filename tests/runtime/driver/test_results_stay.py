@@ -196,16 +196,6 @@ def test_a_finished_run(job, capsys, monkeypatch):
     job.require_whole(8)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "attempts.jsonl"])
-def test_a_run_whose_lines_cannot_be_read_is_refused(interrupted, capsys, name):
-    run = interrupted.run.path
-    (run / name).unlink()
-    (run / name).mkdir()
-    assert interrupted.command(run) == 2
-    said = f"omni-async: checkpoint.resume: cannot resume in {run}: it is a folder, not a file ({run / name})\n"
-    assert capsys.readouterr().err == said
-
-
 def test_a_run_from_anothers_checkpoint_counts_its_updates_from_there(job, capsys, monkeypatch):
     job.attempt()
     first, checkpoint = job.run.path, job.run.checkpoints / "update-000004"

@@ -173,25 +173,6 @@ def test_wrong_paths(tmp_path: Path) -> None:
     assert removed in refusal(recipe(tmp_path, str(run)))
 
 
-@pytest.mark.parametrize("name", ["samples", "checkpoints", "weights"])
-def test_a_link_in_the_place_of_a_folder_is_refused(tmp_path: Path, config: Config, name: str) -> None:
-    run = run_of(config, "20260101-120000", 2)
-    if (run / name).exists():
-        (run / name).rename(tmp_path / "away")
-    (run / name).symlink_to(tmp_path / "away")
-    passed = list[str]()
-    assert find_resume_point(config, passed) is None and "the whole run folder may be one instead" in passed[0]
-    assert "the whole run folder may be one instead" in refusal(recipe(tmp_path, str(run)))
-
-
-def test_a_linked_checkpoint_is_passed_over(tmp_path: Path, config: Config) -> None:
-    newest = run_of(config, "20260101-120000", 2, 4) / "checkpoints" / folder_name(4)
-    newest.rename(tmp_path / "away")
-    newest.symlink_to(tmp_path / "away")
-    point = found(config)
-    assert point.state.version == 2 and "update-000004 is a link" in point.notes[0]
-
-
 def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path, config: Config) -> None:
     run = run_of(config, "20260101-000000", 1, algorithm="diffusion_nft")
     assert "its algorithm.name is 'diffusion_nft', the recipe's is 'flow_grpo'" in refusal(recipe(tmp_path, str(run)))
