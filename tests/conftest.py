@@ -4,7 +4,7 @@
 
 - `@pytest.mark.thorough`: one more of a kind of which a shorter one is always run. Left to `--all`.
 - `@pytest.mark.sliced(floor=n)`, on a test or a module: n of its tests are run, drawn by the slice's seed.
-- the fixture `slice_of`: a run of consecutive seeds out of all that a search has.
+- the fixtures `slice_of`, a run of consecutive seeds out of all that a search has, and `some_of`, some of a list.
 
 The end of the output has what was left out, and the seed that draws the same slice again. A file or a test that is
 named runs whole, unless `--slice-seed` is given. `tests/support/second_try.py` runs failed tests once more.
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 from hypothesis import settings
@@ -43,6 +43,9 @@ settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 
+Item = TypeVar("Item")
+
+
 @dataclass
 class Slice:
     """What of the long searches this session runs."""
@@ -59,11 +62,11 @@ class Slice:
         self.told.append(f"{floor:,} of {total:,} {what}, from {start:,}")
         return range(start, start + floor)
 
-    def some(self, what: str, items: list[pytest.Item], floor: int) -> list[pytest.Item]:
+    def some(self, what: str, items: list[Item], floor: int) -> list[Item]:
         """`floor` of the items, or all of them."""
         if self.whole or len(items) <= floor:
             return items
-        self.told.append(f"{floor} of {len(items)} tests in {what}")
+        self.told.append(f"{floor} of {len(items)} {what}")
         return random.Random(f"{self.seed}/{what}").sample(items, floor)
 
 
@@ -151,7 +154,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         chosen.told.append(f"{len(items) - len(left_out):,} of {len(items):,} tests: the others are thorough ones")
     for (what, floor), those in sliced.items():
-        left_out |= {*those} - {*chosen.some(what, those, floor)}
+        left_out |= {*those} - {*chosen.some(f"tests in {what}", those, floor)}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 
@@ -181,6 +184,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def slice_of(request: pytest.FixtureRequest) -> Callable[[str, int, int], range]:
     """`slice_of(what, total, floor)`: seeds out of range(total) to try in this session."""
     return request.config.stash[_SLICE].consecutive
+
+
+@pytest.fixture(scope="session")
+def some_of(request: pytest.FixtureRequest) -> Callable[[str, list[Item], int], list[Item]]:
+    """`some_of(what, items, floor)`: what to try of the items in this session."""
+    return request.config.stash[_SLICE].some
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import hypothesis.strategies as st
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -698,12 +698,15 @@ def test_every_interleaving_keeps_the_invariants_and_ends() -> None:
     )
 
 
-@settings(max_examples=120, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_long_random_runs_keep_the_invariants_and_end(seed: int) -> None:
+def test_long_random_runs_keep_the_invariants_and_end(slice_of: Callable[[str, int, int], range]) -> None:
     """Applies the same rules, in proportions that carry a run from its first to its last update."""
-    dice = random.Random(seed)
-    play_at_random(random_config(dice), dice)
+    for seed in slice_of("long runs of the coordinator", 1000, 60):
+        dice = random.Random(seed)
+        try:
+            play_at_random(random_config(dice), dice)
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
 
 
 def play_at_random(config: Config, dice: random.Random) -> None:

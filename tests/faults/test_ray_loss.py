@@ -169,6 +169,7 @@ print("went on")
 """
 
 
+@pytest.mark.thorough
 def test_references_dropped_while_ray_leaves():
     """Ray's own client would exit at the first reference dropped after its core worker is gone."""
     done = subprocess.run([sys.executable, "-c", DROPPED_WHILE_RAY_LEAVES], capture_output=True, text=True)

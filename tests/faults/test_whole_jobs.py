@@ -53,8 +53,7 @@ def test_resumed_weights_are_the_uninterrupted_ones(checkpoint, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.sliced(floor=1)
-@pytest.mark.parametrize("runtime", ["ray", "inprocess"])
+@pytest.mark.parametrize("runtime", [pytest.param("ray", marks=pytest.mark.thorough), "inprocess"])
 def test_a_preempted_run_leaves_a_checkpoint_in_time(tmp_path, runtime):
     """Stops the run in the middle of an update of 8 groups that takes 80 s, more than we wait for the end."""
     settings = (f"run.runtime={runtime}", "trainer.streaming=off", "trainer.updates=50", "checkpoint.every=50")

@@ -61,7 +61,7 @@ def test_families_compute_what_their_pipelines_do(family, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.sliced(floor=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_vllm_omni_computes_what_the_trainer_does(name, tmp_path):
     done = run_parity(name, tmp_path)

@@ -74,6 +74,7 @@ def test_most_groups_of_every_batch_are_filtered_away(S: int, how: str) -> None:
     assert ended(world)["trained"] == 6 and sum(ended(world).values()) > 6
 
 
+@pytest.mark.sliced(floor=3)
 @pytest.mark.parametrize("S", BUDGETS)
 @pytest.mark.parametrize("what", ["kill", "stop", "every engine crashes"])
 def test_at_every_message(S: int, what: str) -> None:

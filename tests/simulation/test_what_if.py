@@ -90,7 +90,7 @@ def test_the_simulated_present_is_what_the_run_took(job: Job) -> None:
     assert (answer.seeds, answer.learning) == (3, LEARNING)
 
 
-@pytest.mark.sliced(floor=6)
+@pytest.mark.sliced(floor=1)
 @pytest.mark.parametrize("change", list(DONE))
 def test_a_change_buys_what_was_predicted(job: Job, change: str) -> None:
     """Compares the gain, too: its size is no accident of a time that does not move."""

@@ -1,7 +1,11 @@
-"""Calls a function on new processes that are the ranks of a process group."""
+"""Calls a function on new processes that are the ranks of a process group.
+
+They are forked from a server, one per test process, that has imported what ranks need."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -10,9 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessRaisedException, spawn
+from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
 _NOT_CONNECTED = "connectFullMesh failed"
+# The server computes nothing: its forks would lack the threads of torch.
+_IMPORTED = ["omni_async.training.engine", "tests.support.fakes"]
 
 
 def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
@@ -20,10 +26,12 @@ def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
 
     `work`, a function of a module, creates the process group; the ranks leave it together. If gloo closes a connection
     while a group is created, everything is repeated once."""
+    multiprocessing.set_forkserver_preload(_IMPORTED)
     for may_fail in (True, False):
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+            given = ranks, folder, dict(os.environ), work, args
             try:
-                spawn(_run, (ranks, folder, work, args), nprocs=ranks)
+                start_processes(_run, given, nprocs=ranks, start_method="forkserver")
             except ProcessRaisedException as error:
                 if not may_fail or _NOT_CONNECTED not in str(error):
                     raise
@@ -32,7 +40,10 @@ def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _run(rank: int, ranks: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _run(
+    rank: int, ranks: int, folder: str, environment: dict[str, str], work: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.environ |= environment
     torch.set_num_threads(1)
     result = work(rank, ranks, f"file://{folder}/rendezvous", *args)
     _result(folder, rank).write_bytes(pickle.dumps(result))

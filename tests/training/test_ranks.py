@@ -126,10 +126,11 @@ def run_all(rank: int, folder: Path, configs: dict[str, Config]) -> dict[str, An
     return {name: run(start(name, config, rank), folder / name) for name, config in configs.items()}
 
 
-def test_two_ranks_train_what_one_trains(tmp_path):
-    two = {name: world.make_config(**{**BASE, **change, "workers": 2}) for name, change in VARIANTS.items()}
+def test_two_ranks_train_what_one_trains(tmp_path, some_of):
+    variants = dict(some_of("variants on two ranks", [*VARIANTS.items()], 8))
+    two = {name: world.make_config(**{**BASE, **change, "workers": 2}) for name, change in variants.items()}
     found = world.on_ranks(2, run_all, tmp_path, two)
-    for name, change in VARIANTS.items():
+    for name, change in variants.items():
         engine = start(name, world.make_config(**{**BASE, **change}))
         alone = run(engine, tmp_path / f"{name}-alone")
         ranks = [results[name] for results in found]

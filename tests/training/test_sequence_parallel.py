@@ -1,6 +1,8 @@
 """Tests that ranks which share the tokens of a row train what one rank trains, on real architectures."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -30,7 +32,7 @@ class Case:
     family: str
     sampling: dict[str, Any]
     changes: dict[str, Any] = field(default_factory=dict)
-    checkpoint: str = ""
+    variant: str = ""
     workers: int = 2
     sequence: int = 2
 
@@ -51,7 +53,7 @@ CASES = {
     "wan": Case("wan2_2", {**WAN, "guidance_scale": 4.0, "guidance_scale_2": 2.0}, CHECKPOINTING),
     "wan lora": Case("wan2_2", WAN, LORA),
     "wan i2v": Case("wan2_2_i2v", {**WAN, "guidance_scale": 2.0}),
-    "ti2v": Case("wan2_2", TI2V, CHECKPOINTING, checkpoint="ti2v"),
+    "ti2v": Case("wan2_2", TI2V, CHECKPOINTING, variant="ti2v"),
     "qwen 2 x 2": Case("qwen_image", {**QWEN, "true_cfg_scale": 3.0}, {**LORA, **CHECKPOINTING}, workers=4),
     "sd3 2 x 2": Case("stable_diffusion_3", {**SD3, "guidance_scale": 2.0}, {**LORA, **CHECKPOINTING}, workers=4),
     "sd3 4": Case("stable_diffusion_3", {**SD3, "guidance_scale": 2.0}, CHECKPOINTING, workers=4, sequence=4),
@@ -111,34 +113,30 @@ def refusals(config: Config, rank: int) -> list[str]:
     return said
 
 
-def work(rank: int, jobs: dict[str, tuple[Config, GroupBatch]]) -> dict[str, Any]:
+def work(rank: int, jobs: dict[str, tuple[Config, GroupBatch | None]]) -> dict[str, Any]:
     found: dict[str, Any] = {REFUSED: refusals(jobs.pop(REFUSED)[0], rank)} if REFUSED in jobs else {}
     return found | {name: {**train(config, group, rank), "group": None} for name, (config, group) in jobs.items()}
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], str]:
+    """Returns a function that builds a case's checkpoint, once."""
     folder = tmp_path_factory.mktemp("checkpoints")
 
-    def build(family: str, **options: Any) -> str:
-        name = family + "".join(map(str, options))
-        return str(import_module(f"omni_async_pipelines.{family}.tiny").build(folder / name, layers=2, **options))
+    @cache
+    def build(family: str, variant: str) -> str:
+        options = {} if family.startswith("qwen") else {"heads": 4}
+        tiny = import_module(f"omni_async_pipelines.{family}.tiny")
+        return str(tiny.build(folder / (family + variant), layers=2, **options, **{variant: True} if variant else {}))
 
-    return {
-        "qwen_image": build("qwen_image"),
-        "qwen_image_edit": build("qwen_image_edit"),
-        "stable_diffusion_3": build("stable_diffusion_3", heads=4),
-        "wan2_2": build("wan2_2", heads=4),
-        "wan2_2_i2v": build("wan2_2_i2v", heads=4),
-        "ti2v": build("wan2_2", heads=4, ti2v=True),
-    }
+    return lambda case: build(case.family, case.variant)
 
 
-def config_of(case: Case, checkpoints: dict[str, str], alone: bool) -> Config:
+def config_of(case: Case, path: str, alone: bool) -> Config:
     ranks = {} if alone else {"workers": case.workers, "trainer.sequence_parallel": case.sequence}
     changes = {
         "model.pipeline": case.family,
-        "model.path": checkpoints[case.checkpoint or case.family],
+        "model.path": path,
         "sampling": case.sampling,
         "size": 4,
         "clip_range": None,
@@ -147,12 +145,17 @@ def config_of(case: Case, checkpoints: dict[str, str], alone: bool) -> Config:
     return world.make_config(**{**changes, **case.changes, **ranks})
 
 
-def assert_ranks_train_what_one_trains(checkpoints: dict[str, str], count: int) -> list[dict[str, Any]]:
+def assert_ranks_train_what_one_trains(
+    path_of: Callable[[Case], str], count: int, cases: dict[str, Case]
+) -> list[dict[str, Any]]:
     """Returns what every rank found, by case."""
-    cases = {name: case for name, case in CASES.items() if case.workers == count}
-    alone = {name: train(config_of(case, checkpoints, alone=True), None, 0) for name, case in cases.items()}
-    jobs = {name: (config_of(case, checkpoints, alone=False), alone[name]["group"]) for name, case in cases.items()}
-    ranks = world.on_ranks(count, work, {REFUSED: jobs["sd3"], **jobs} if count == 2 else jobs)
+    alone = {name: train(config_of(case, path_of(case), alone=True), None, 0) for name, case in cases.items()}
+    jobs: dict[str, tuple[Config, GroupBatch | None]] = {
+        name: (config_of(case, path_of(case), alone=False), alone[name]["group"]) for name, case in cases.items()
+    }
+    sd3 = CASES["sd3"]
+    refused = {REFUSED: (config_of(sd3, path_of(sd3), alone=False), None)} if count == 2 else {}
+    ranks = world.on_ranks(count, work, refused | jobs)
     for name, (config, _) in jobs.items():
         wanted = alone[name]["gradients"]
         largest = max(gradient.abs().max().item() for gradient in wanted.values())
@@ -165,9 +168,14 @@ def assert_ranks_train_what_one_trains(checkpoints: dict[str, str], count: int) 
     return ranks
 
 
-def test_two_ranks_that_share_tokens_train_what_one_trains(checkpoints):
+def cases_of(count: int) -> list[tuple[str, Case]]:
+    return [(name, case) for name, case in CASES.items() if case.workers == count]
+
+
+def test_two_ranks_that_share_tokens_train_what_one_trains(path_of, some_of):
+    cases = dict(some_of("cases of two ranks that share tokens", cases_of(2), 4))
     key = "trainer.sequence_parallel: "
-    for found in assert_ranks_train_what_one_trains(checkpoints, 2):
+    for found in assert_ranks_train_what_one_trains(path_of, 2, cases):
         without, ignored = found[REFUSED]
         assert without == f"{key}SD3Transformer2DModel has no plan of how ranks share its tokens, got 2; use 1"
         said = f"{key}3 of 3 self-attentions of SD3Transformer2DModel see the tokens of one rank only"
@@ -175,5 +183,5 @@ def test_two_ranks_that_share_tokens_train_what_one_trains(checkpoints):
 
 
 @pytest.mark.thorough
-def test_two_pairs_and_four_that_share_tokens_train_what_one_trains(checkpoints):
-    assert_ranks_train_what_one_trains(checkpoints, 4)
+def test_two_pairs_and_four_that_share_tokens_train_what_one_trains(path_of):
+    assert_ranks_train_what_one_trains(path_of, 4, dict(cases_of(4)))
