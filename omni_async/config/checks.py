@@ -52,8 +52,8 @@ def _data(c: Config) -> Iterator[str]:
             yield "emulation.profile: emulated devices generate their samples; leave out data.preferences"
     elif c.data.prompts is None and c.data.preferences is None:
         yield (
-            "data.prompts: required, expected a prompt file (.txt or .jsonl), or data.preferences for offline"
-            " diffusion_dpo"
+            "data.prompts: required, expected a table of prompts (.txt, .jsonl, .csv, .parquet, ...), or data.preferences"
+            " for offline diffusion_dpo"
         )
 
 

@@ -88,10 +88,13 @@ class Model(Section, kw_only=True, frozen=True):
 
 class Data(Section, kw_only=True, frozen=True):
     prompts: Plain | None = None
-    """Prompt file: `.txt` (a prompt a line) or `.jsonl` (`prompt`, optional `target` and `images`, any other keys)."""
+    """Prompts: `.txt` (a prompt a line), `.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, `.arrow` (`prompt`, optional
+    `target` and `images`, any other columns), a folder, or a data set in the hub's cache, `owner/name`."""
     preferences: Plain | None = None
-    """Preference pairs (`.parquet` with `prompt`, `chosen`, `rejected`) to train on instead of generating: offline
+    """Preference pairs to train on instead of generating, a table with `prompt`, `chosen`, `rejected`: offline
     diffusion_dpo."""
+    columns: dict[str, Plain | None] = msgspec.field(default_factory=dict)
+    """Names of columns of prompts and preferences by field, such as `prompt: caption`; null leaves a field out."""
     shuffle: bool = True
     """A new seeded order every epoch."""
     max_prompt_chars: Annotated[int, most(2**20, "a line of a prompt file has no more", ge=1)] = 4000

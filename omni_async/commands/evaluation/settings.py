@@ -131,17 +131,17 @@ def _prompts(
     options: argparse.Namespace, config: Config, check: PromptCheck, limits: PromptLimits
 ) -> tuple[Prompt, ...]:
     """Return the prompts of the command line, of its file, or of the recipe's validation; at most `--limit`."""
-    longest = config.data.max_prompt_chars
+    longest, columns = config.data.max_prompt_chars, config.data.columns
     if options.prompt:
         prompts = _typed(options.prompt, config, check)
         for position, problem in limits.problems("--prompt", prompts).items():
             raise ConfigError(f"--prompt {prompts[position].text[:80]!r}: {problem}")
     elif options.prompts is not None:
         whole = partial(limits.problems, "--prompts")
-        prompts = load_prompts(str(options.prompts), "--prompts", longest, [check], whole)
+        prompts = load_prompts(str(options.prompts), "--prompts", longest, [check], whole, columns=columns)
     elif config.validation is not None:
-        whole = partial(limits.problems, "validation.prompts")
-        prompts = load_prompts(config.validation.prompts, "validation.prompts", longest, [check], whole)
+        key, file = "validation.prompts", config.validation.prompts
+        prompts = load_prompts(file, key, longest, [check], partial(limits.problems, key), columns=columns)
     else:
         raise ConfigError("--prompt: no prompts; give one, or --prompts FILE, or a recipe that has validation.prompts")
     return tuple(prompts[: options.limit])
@@ -151,7 +151,8 @@ def _typed(texts: Sequence[str], config: Config, check: PromptCheck) -> list[Pro
     """Return the prompts with these texts; prompts of the recipe's validation keep their number, and so their noise."""
     validated: list[Prompt] = []
     if config.validation is not None and Path(config.validation.prompts).is_file():
-        validated = load_prompts(config.validation.prompts, "validation.prompts", config.data.max_prompt_chars)
+        longest, columns = config.data.max_prompt_chars, config.data.columns
+        validated = load_prompts(config.validation.prompts, "validation.prompts", longest, columns=columns)
     known = {prompt.text: prompt for prompt in reversed(validated)}
     found = {}
     for number, text in enumerate(texts):

@@ -116,6 +116,7 @@ def _preflight(config: Config, elsewhere: bool) -> RunInputs:
             config.data.max_prompt_chars,
             checks,
             partial(limits.problems, _VALIDATION),
+            columns=config.data.columns,
         )
     if not elsewhere:  # last: errors of the recipe also show on a machine that is too small
         check_vllm(config)
@@ -306,7 +307,7 @@ def _prompts(config: Config, checks: list[PromptCheck], limits: PromptLimits) ->
 
         if (made := [one.part for one in config.rollout.sampling.media()]) != ["image"]:
             raise ConfigError(f"data.preferences: pairs are images, but the samples are {' and '.join(made)}")
-        pairs = PreferencePairs(config.data.preferences)
+        pairs = PreferencePairs(config.data.preferences, config.data.columns)
         prompts = pairs.prompts(longest, partial(limits.problems, "data.preferences"))
         if (note := pairs.check_images()) is not None:
             limits.notes.append(note)
@@ -314,4 +315,5 @@ def _prompts(config: Config, checks: list[PromptCheck], limits: PromptLimits) ->
     if config.data.prompts is None:
         raise ConfigError("data.prompts: required")
     problems = partial(limits.problems, "data.prompts")
-    return load_prompts(config.data.prompts, "data.prompts", longest, checks, problems)
+    columns = config.data.columns
+    return load_prompts(config.data.prompts, "data.prompts", longest, checks, problems, columns=columns)
