@@ -1,14 +1,14 @@
 """Reads prompts from a table.
 
-A row has `prompt`, optionally `target` and `images` (paths relative to the table; a single one may be given as
-`image`), and any other keys. Parquet and Arrow files may hold the images themselves.
+A row has `prompt`, optionally `negative_prompt`, `target` and `images` (paths relative to the table; a single one
+may be given as `image`), and any other keys. Parquet and Arrow files may hold the images themselves.
 
 A wrong row or an invalid image stops the run before anything starts; the error has the row's place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from omni_async.data.tables import NO_COLUMNS, Columns, Table, open_table
 from omni_async.types import Prompt, PromptImage
 
 _PIXELS_DECODED = 2**30  # of images: some twenty seconds on one core; other images: only headers and checksums
-_KEYS = ("prompt", "target", "image", "images")
+_KEYS = ("prompt", "negative_prompt", "target", "image", "images")
 
 # Returns why a scorer or the model cannot use a prompt, None if it can.
 PromptCheck = Callable[[Prompt], str | None]
@@ -51,28 +51,18 @@ def load_prompts(
     Raises:
         ConfigError: one line with the numbers of rows that are wrong or refused by a check, at most ten."""
     table = open_table(path, key, within)
-    images = _Images(table)
     prompts: dict[int, Prompt] = {}
     places: dict[int, str] = {}
     bad = BadPlaces(table.place)
-    rows = table.rows(columns)
-    while True:
-        try:
-            row = next(rows, None)
-        except ConfigError as error:  # nothing after it can be read
-            bad.require_none(str(error))
-            raise
-        if row is None:
-            break
-        where, number, fields = row
-        with bad.noting(where, number):
-            prompt = prompt_of(len(prompts), fields(), where)
-            _require_text(prompt, where, max_chars)
-            for check in checks:
-                if (missing := check(prompt)) is not None:
-                    raise ConfigError(f"{where}: {missing}")
-            prompts[number] = images.found(prompt, where) if prompt.images else prompt
-            places[number] = where
+    try:
+        for where, number, found in each_prompt(table, max_chars, checks, columns):
+            if isinstance(found, Prompt):
+                prompts[number], places[number] = found, where
+            else:
+                bad.add(where, number, found)
+    except ConfigError as error:  # nothing after it can be read
+        bad.require_none(str(error))
+        raise
     if whole is not None:
         numbers = list(prompts)
         for position, problem in whole([*prompts.values()]).items():
@@ -83,6 +73,30 @@ def load_prompts(
     return [*prompts.values()]
 
 
+def each_prompt(
+    table: Table, max_chars: int, checks: Sequence[PromptCheck] = (), columns: Columns = NO_COLUMNS
+) -> Iterator[tuple[str, int, Prompt | str]]:
+    """Yield the place and number of every row, and its prompt, or why it is refused.
+
+    The arguments are those of `load_prompts`. Raises ConfigError where the rest of the table cannot be read."""
+    images = _Images(table)
+    index = 0
+    for where, number, fields in table.rows(columns):
+        try:
+            prompt = prompt_of(index, fields(), where)
+            _require_text(prompt, where, max_chars)
+            for check in checks:
+                if (missing := check(prompt)) is not None:
+                    raise ConfigError(f"{where}: {missing}")
+            if prompt.images:
+                prompt = images.found(prompt, where)
+        except ConfigError as error:
+            yield where, number, str(error).removeprefix(f"{where}: ")
+            continue
+        index += 1
+        yield where, number, prompt
+
+
 def prompt_of(index: int, fields: dict[str, Any], where: str) -> Prompt:
     """Return the prompt that a row describes; its images are named, but not opened.
 
@@ -90,11 +104,12 @@ def prompt_of(index: int, fields: dict[str, Any], where: str) -> Prompt:
     if not isinstance(text := fields.get("prompt"), str) or not text.strip():
         others = "" if "prompt" in fields or not fields else _other_column(fields)
         raise ConfigError(f'{where}: expected an object with a non-empty string "prompt"{others}')
-    target = fields.get("target")
-    if target is not None and not isinstance(target, str):
-        raise ConfigError(f"{where}: target: expected a string, got {repr(target)[:200]}")
+    target, negative = fields.get("target"), fields.get("negative_prompt")
+    for key, value in (("target", target), ("negative_prompt", negative)):
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"{where}: {key}: expected a string, got {repr(value)[:200]}")
     others = {key: value for key, value in fields.items() if key not in _KEYS}
-    return Prompt(index, text, target, others, _named_images(fields, where))
+    return Prompt(index, text, target, others, _named_images(fields, where), negative)
 
 
 def _other_column(fields: dict[str, Any]) -> str:
@@ -151,8 +166,10 @@ class _Images:
 
 
 def _require_text(prompt: Prompt, where: str, max_chars: int) -> None:
-    if len(prompt.text) > max_chars:
-        allowed = f"data.max_prompt_chars allows {max_chars}"
-        raise ConfigError(f"{where}: the prompt has {len(prompt.text)} characters, {allowed}")
-    if "\0" in prompt.text or "\0" in (prompt.target or ""):
+    negative = prompt.negative_prompt or ""
+    for what, text in (("prompt", prompt.text), ("negative prompt", negative)):
+        if len(text) > max_chars:
+            allowed = f"data.max_prompt_chars allows {max_chars}"
+            raise ConfigError(f"{where}: the {what} has {len(text)} characters, {allowed}")
+    if "\0" in prompt.text or "\0" in (prompt.target or "") or "\0" in negative:
         raise ConfigError(f"{where}: holds the character U+0000, where tokenizers may end a text; is this a text file?")
