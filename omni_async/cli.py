@@ -26,6 +26,7 @@ from omni_async.aio.threads import busy
 from omni_async.commands.bench.command import add_bench
 from omni_async.commands.check import add_check
 from omni_async.commands.command_line import GROUPS, print_error
+from omni_async.commands.data.command import add_data
 from omni_async.commands.evaluation.command import add_eval, add_sample
 from omni_async.commands.export.command import add_export
 from omni_async.commands.list_names import add_list
@@ -80,7 +81,7 @@ class _Program(_Parser):
 
 # In the order of the program's help.
 _COMMANDS: tuple[Callable[[Any], None], ...] = (
-    *(add_init, add_list, add_check, add_train),
+    *(add_init, add_list, add_data, add_check, add_train),
     *(add_operations, add_watch, add_report),
     *(add_sample, add_eval, add_export, add_score),
     *(add_simulate, add_tune, add_bench),

@@ -128,15 +128,23 @@ class PromptImage(msgspec.Struct, frozen=True, gc=False):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """One line of a prompt file.
+    """One row of a table of prompts.
 
-    `index` is the line's position among the non-empty lines; grouping never uses `text`."""
+    `index` is the row's position among the non-empty rows; grouping never uses `text`. `negative_prompt` replaces that
+    of the sampling spec; None: the spec's."""
 
     index: int
     text: str
     target: str | None = None
     metadata: dict[str, Any] = {}
     images: tuple[PromptImage, ...] = ()
+    negative_prompt: str | None = None
+
+    @property
+    def content(self) -> list[Any]:
+        """Return all of it but its position, for digests: images by their digests, and no absent negative prompt."""
+        negative = [] if self.negative_prompt is None else [self.negative_prompt]
+        return [self.text, self.target, self.metadata, [image.digest for image in self.images], *negative]
 
 
 class SdeWindow(msgspec.Struct, frozen=True, gc=False):

@@ -243,9 +243,7 @@ def _without_notes(value: Any) -> Any:
 
 
 def _of_prompts(prompts: Sequence[Prompt]) -> str:
-    return _hashed(
-        [[one.index, one.text, one.target, one.metadata, [image.digest for image in one.images]] for one in prompts]
-    )
+    return _hashed([[one.index, *one.content] for one in prompts])
 
 
 def _hashed(value: Any) -> str:

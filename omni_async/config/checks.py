@@ -52,9 +52,14 @@ def _data(c: Config) -> Iterator[str]:
             yield "emulation.profile: emulated devices generate their samples; leave out data.preferences"
     elif c.data.prompts is None and c.data.preferences is None:
         yield (
-            "data.prompts: required, expected a prompt file (.txt or .jsonl), or data.preferences for offline"
-            " diffusion_dpo"
+            "data.prompts: required, expected a table of prompts (.txt, .jsonl, .csv, .parquet, ...), or"
+            " data.preferences for offline diffusion_dpo"
         )
+    if (validation := c.validation) is not None and (validation.prompts is None) == (validation.split is None):
+        if validation.prompts is not None:
+            yield "validation.split: the prompts come from validation.prompts; leave one of them out"
+        elif c.emulation is None:
+            yield "validation.prompts: required, expected a table of prompts, or validation.split to hold out prompts"
 
 
 def _calls(c: Config) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Finds checkpoints that were downloaded from a model hub. Downloads nothing: runs start without a network."""
+"""Finds checkpoints and data sets that were downloaded from a hub. Downloads nothing: runs start without a network."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from pathlib import Path
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
-def downloaded(given: str) -> Path | None:
-    """Return the folder of the checkpoint `given` (`owner/name`) in this machine's hub cache; None if it is missing."""
-    if not _ID.fullmatch(given):
+def downloaded(given: str, kind: str = "model") -> Path | None:
+    """Return the folder of `given` (`owner/name`) in this machine's hub cache; None if it is missing.
+
+    `kind`: model, or dataset, of which `owner/name/path` names a part."""
+    owner, _, rest = given.partition("/")
+    name, _, below = rest.partition("/") if kind == "dataset" else (rest, "", "")
+    if not _ID.fullmatch(f"{owner}/{name}") or ".." in below.split("/"):
         return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(given, local_files_only=True))
+        return Path(snapshot_download(f"{owner}/{name}", repo_type=kind, local_files_only=True), below)
     except (HFValidationError, LocalEntryNotFoundError):
         return None
 
@@ -45,3 +49,10 @@ def how_to_get(folder: Path) -> str:
         f" `hf download OWNER/NAME --local-dir {shlex.quote(str(folder))}`, or is found as OWNER/NAME in the hub's"
         " cache on this machine after `hf download OWNER/NAME`"
     )
+
+
+def how_to_get_data(path: Path) -> str:
+    """Return the error for a missing data set, with the way to download a hub's. Its absolute path has its name."""
+    name = "/".join(path.parts[-2:])
+    hint = f"; a data set of a hub is found after `hf download --repo-type dataset {shlex.quote(name)}`"
+    return f"no such file: {path}{hint if _ID.fullmatch(name) and not path.suffix else ''}"

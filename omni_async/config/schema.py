@@ -88,10 +88,13 @@ class Model(Section, kw_only=True, frozen=True):
 
 class Data(Section, kw_only=True, frozen=True):
     prompts: Plain | None = None
-    """Prompt file: `.txt` (a prompt a line) or `.jsonl` (`prompt`, optional `target` and `images`, any other keys)."""
+    """Prompts: `.txt` (a prompt a line), `.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, `.arrow` (`prompt`, optional
+    `target` and `images`, any other columns), a folder, or a data set in the hub's cache, `owner/name`."""
     preferences: Plain | None = None
-    """Preference pairs (`.parquet` with `prompt`, `chosen`, `rejected`) to train on instead of generating: offline
+    """Preference pairs to train on instead of generating, a table with `prompt`, `chosen`, `rejected`: offline
     diffusion_dpo."""
+    columns: dict[str, Plain | None] = msgspec.field(default_factory=dict)
+    """Names of columns of prompts and preferences by field, such as `prompt: caption`; null leaves a field out."""
     shuffle: bool = True
     """A new seeded order every epoch."""
     max_prompt_chars: Annotated[int, most(2**20, "a line of a prompt file has no more", ge=1)] = 4000
@@ -152,8 +155,11 @@ class Weights(Section, kw_only=True, frozen=True):
 class Validation(Section, kw_only=True, frozen=True):
     every: Updates = 20
     """Updates between validation rounds; the first (version 0) and the last version are always validated."""
-    prompts: Plain
+    prompts: Plain | None = None
     """Prompts never trained on."""
+    split: InMemory | Annotated[float, Meta(gt=0, lt=1)] | None = None
+    """In place of `prompts`: how many prompts of `data.prompts` to hold out, as a number or a share. The texts alone
+    decide which, so they are the same in every attempt."""
     limit: InMemory | None = None
     """Most prompts of a round, spread evenly over the file and the same in every round; null: all prompts."""
     samples_per_prompt: Annotated[int, most(10_000, ge=1)] = 1

@@ -31,6 +31,10 @@ _PATHS = (
     "reward.cache.path",
     "run.dir",
 )
+# The kind of repository whose name in the hub's cache may be given as a path.
+_HUB = dict.fromkeys(("model.path", "algorithm.teacher.path"), "model") | dict.fromkeys(
+    ("data.prompts", "data.preferences", "validation.prompts"), "dataset"
+)
 # Parameters that are paths, for scorers with a registered short name. A `module:Class` interprets its own parameters.
 _SCORER_PATHS = ("path", "processor", "head")
 _OWN_PATHS = {
@@ -202,7 +206,7 @@ def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
         folder = Path()  # runs are relative to the working directory
         if not given.startswith("~"):
             return
-    section[key] = _resolved(path, given, folder, hub=path in ("model.path", "algorithm.teacher.path"))
+    section[key] = _resolved(path, given, folder, _HUB.get(path))
 
 
 def path_params(scorer: str) -> tuple[str, ...]:
@@ -216,7 +220,7 @@ def _anchor_scorers(tree: dict[str, Any], folder: Path) -> None:
     servers = section.get("servers") if isinstance(section, dict) else None
     for number, server in enumerate(servers if isinstance(servers, list) else []):
         if isinstance(server, dict) and isinstance(server.get("model"), str):
-            server["model"] = _resolved(f"reward.servers.{number}.model", server["model"], folder, hub=True)
+            server["model"] = _resolved(f"reward.servers.{number}.model", server["model"], folder, "model")
     scorers = section.get("scorers") if isinstance(section, dict) else None
     for number, scorer in enumerate(scorers if isinstance(scorers, list) else []):
         params = scorer.get("params") if isinstance(scorer, dict) else None
@@ -225,20 +229,20 @@ def _anchor_scorers(tree: dict[str, Any], folder: Path) -> None:
         for key in path_params(str(scorer.get("name", ""))):
             given = params.get(key)
             if isinstance(given, str) and not given.startswith(REFERENCE):
-                params[key] = _resolved(f"reward.scorers.{number}.params.{key}", given, folder, hub=True)
+                params[key] = _resolved(f"reward.scorers.{number}.params.{key}", given, folder, "model")
 
 
-def _resolved(path: str, given: str, folder: Path, hub: bool) -> str:
+def _resolved(path: str, given: str, folder: Path, hub: str | None) -> str:
     """Return the absolute path of `given`, the value of the key `path`; a relative path starts at `folder`.
 
-    With `hub`, a missing path may be the name of a checkpoint in the hub's cache."""
+    `hub`: model or dataset, if a missing path may be the name of one in the hub's cache."""
     try:
         resolved = (folder / Path(given).expanduser()).resolve()
         if long := [size for name in resolved.parts if (size := len(os.fsencode(name))) > _LONGEST_NAME]:
             raise ValueError(f"a name in it has {long[0]} bytes, file systems take {_LONGEST_NAME}")
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{path}: expected a path, got {shown(given)}: {error}") from None
-    if hub and not resolved.exists() and (found := downloaded(given)) is not None:
+    if hub and not resolved.exists() and (found := downloaded(given, hub)) is not None:
         resolved = found
     return str(resolved)
 

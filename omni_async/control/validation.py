@@ -36,7 +36,7 @@ def digest_of(requests: Sequence[SampleRequest], formula: RewardFormula) -> str:
     Rounds with the same digest are compared sample by sample."""
     drawn = [
         [
-            [one.prompt.text, one.prompt.target, one.prompt.metadata, [image.digest for image in one.prompt.images]],
+            one.prompt.content,
             [one.seed, one.initial_seed, one.spec, one.num_inference_steps, one.calls],
         ]
         for one in requests

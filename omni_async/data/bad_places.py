@@ -37,12 +37,12 @@ class BadPlaces:
         except ConfigError as error:
             self.add(where, number, str(error).removeprefix(f"{where}: "))
 
-    def require_none(self) -> None:
-        """Raise ConfigError, one line, if there are any."""
+    def require_none(self, last: str | None = None) -> None:
+        """Raise ConfigError, one line, if there are any; `last` is the error that ended the file."""
         shown = sorted(self._found.items())[:_SHOWN]
         if not shown:
             return
         (_, (where, problem)), *others = shown
         each = [f"{where}: {problem}", *(f"{self._place} {number}: {why[:_LONGEST]}" for number, (_, why) in others)]
         more = [f"and {len(self._numbers) - len(shown)} more"] if len(self._numbers) > len(shown) else []
-        raise ConfigError("; ".join([*each, *more]))
+        raise ConfigError("; ".join([*each, *more, *([last[-_LONGEST:]] if last is not None else [])]))

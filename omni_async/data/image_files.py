@@ -29,7 +29,7 @@ MAX_IMAGE_BYTES = 2**28  # of an encoded image
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 
 
-def find_image(folder: Path, text: str, where: str, whose: str) -> Path:
+def find_image(folder: Path, text: str, where: str, whose: str, root: Path | None = None) -> Path:
     """Return the image file that a user's file names.
 
     Args:
@@ -37,13 +37,14 @@ def find_image(folder: Path, text: str, where: str, whose: str) -> Path:
         text: the path, as it was written.
         where: the place that names it; the beginning of an error.
         whose: the folder's owner in errors, such as `the parquet's`.
+        root: the folder that the path must not leave, links included; None: `folder`.
 
     Raises:
         ConfigError: it is no path or no file, leads out of the folder (by `..` or a link), or exceeds 256 MiB."""
     shown = repr(text[:200])
     try:
         file = (folder / text).resolve()
-        inside = not Path(text).is_absolute() and file.is_relative_to(folder)
+        inside = not Path(text).is_absolute() and file.is_relative_to(root or folder)
         exists = inside and file.is_file()
     except (OSError, ValueError, RuntimeError) as error:  # a NUL, a name too long, links in a circle
         why = getattr(error, "strerror", None) or one_line(error)
@@ -80,22 +81,22 @@ def read_image(source: Path | bytes | memoryview, where: str, within: Path | Non
     return opened_image(_content(source, where, within), where, decoded)
 
 
-def prompt_image(file: Path, where: str, decode: bool = True, within: Path | None = None) -> PromptImage:
+def prompt_image(file: Path | PromptImage, where: str, decode: bool = True, within: Path | None = None) -> PromptImage:
     """Check that a file is an image, and describe it.
 
     Args:
-        file: found by `find_image`.
+        file: found by `find_image`, or a carried image.
         where: the place that names it; the beginning of an error.
         decode: decode all of its data (a JPEG at an eighth of its size); otherwise only check header and checksums.
         within: a folder that the file must not leave, links included.
 
     Raises:
         ConfigError: it cannot be read, or is no image."""
-    content = _content(file, where, within)
+    content = _content(file if isinstance(file, Path) else file.content or b"", where, within)
     opened_image(content, where, lambda image, _: image.verify())  # a PNG's checksums, which decoding ignores
     if decode:
         opened_image(content, where, lambda image, _: _read_to_the_end(image))
-    return PromptImage(str(file), _digest(content))
+    return PromptImage(str(file), _digest(content)) if isinstance(file, Path) else carried_image(content, file.path)
 
 
 def image_size(image: PromptImage) -> tuple[int, int]:

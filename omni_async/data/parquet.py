@@ -21,9 +21,10 @@ _BATCH = 2**26  # bytes
 _BATCH_ROWS = 1024
 _DEEPEST = 50  # levels of nesting
 _WIDEST = 2**16  # bytes that a type gives every value, nulls included
+_WIDEST_IN_LIST = 64  # a list of few bytes in the file has millions of nulls
 _HEADER, _LONGEST_HEADER = 2**8, 2**24  # bytes of a page's header: usual, and maximum
 _BUFFER = 2**20
-_BYTE_ARRAY = "BYTE_ARRAY"
+_BYTE_ARRAY, _FIXED = "BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY"
 # PLAIN, PLAIN_DICTIONARY, RLE_DICTIONARY, DELTA_LENGTH_BYTE_ARRAY: encodings whose values do not depend on others.
 _APART = (0, 2, 8, 6)
 
@@ -35,6 +36,22 @@ class Pages(NamedTuple):
     num_values: int
 
 
+class Bounds(NamedTuple):
+    """Maxima of a table: rows; columns, those in structs included; bytes of a row's text; bytes of its images; values.
+
+    `values` counts the values in lists of a row group."""
+
+    rows: int
+    columns: int
+    row: int
+    images: int
+    values: int
+
+    def of_row(self, schema: Any, columns: list[str]) -> int:
+        """Return the most bytes of a row with these columns."""
+        return self.row + (self.images if any(_is_binary(schema.field(name).type) for name in columns) else 0)
+
+
 class _Chunk(NamedTuple):
     """The begin and end of a column of a row group in the file."""
 
@@ -43,24 +60,22 @@ class _Chunk(NamedTuple):
 
 
 def plain_rows(
-    file: BinaryIO, where: str, most_rows: int, most_columns: int, largest_row: int, most_values: int
+    file: BinaryIO, where: str, bounds: Bounds, binary: frozenset[str] = frozenset()
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the rows as plain values, with their numbers.
 
     Args:
         file: open for reading.
         where: the file's name; the beginning of an error.
-        most_rows: maximum number of rows.
-        most_columns: maximum number of columns, including the columns in structs.
-        largest_row: maximum bytes of text in a row.
-        most_values: maximum number of values in all lists together.
+        bounds: the maxima.
+        binary: the columns whose binary values are read: bytes, or a struct with `bytes`.
 
     Raises:
         ConfigError: it is no parquet file, or exceeds these bounds."""
     import pyarrow as pa
 
     try:
-        yield from _rows(file, where, most_rows, most_columns, largest_row, most_values)
+        yield from _rows(file, where, bounds, binary)
     except (pa.ArrowException, OSError, ValueError, LookupError, RecursionError, OverflowError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -68,46 +83,70 @@ def plain_rows(
         raise ConfigError(f"{where} cannot be read as parquet: {why}") from None
 
 
-def _rows(
-    file: BinaryIO, where: str, most_rows: int, most_columns: int, largest_row: int, most_values: int
-) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(file: BinaryIO, where: str, bounds: Bounds, binary: frozenset[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     import pyarrow.parquet as pq
 
     footer = pq.read_metadata(file)
     leaves = [footer.schema.column(i) for i in range(footer.num_columns)]
-    if len(leaves) > most_columns:
-        raise ConfigError(f"{where}: {len(leaves)} columns, at most {most_columns} are read")
+    if len(leaves) > bounds.columns:
+        raise ConfigError(f"{where}: {len(leaves)} columns, at most {bounds.columns} are read")
     if any(leaf.path.count(".") > 2 * _DEEPEST for leaf in leaves):
         raise ConfigError(f"{where}: columns nest more than {_DEEPEST} levels deep")
     groups = range(footer.num_row_groups)
     chunks = _chunks(file, len(leaves), where)
-    if (num_rows := sum(footer.row_group(group).num_rows for group in groups)) > most_rows:
-        raise ConfigError(f"{where}: {num_rows} rows, at most {most_rows} are read; split it")
+    if (num_rows := sum(footer.row_group(group).num_rows for group in groups)) > bounds.rows:
+        raise ConfigError(f"{where}: {num_rows} rows, at most {bounds.rows} are read; split it")
     # A list may repeat a value without end; as a dictionary entry it is in memory once.
-    lists = [leaf.path for leaf in leaves if leaf.max_repetition_level]
     texts = [leaf.path for leaf in leaves if leaf.max_repetition_level and leaf.physical_type == _BYTE_ARRAY]
     parquet = pq.ParquetFile(file, read_dictionary=texts, pre_buffer=False, buffer_size=_BUFFER)
-    for field in parquet.schema_arrow:
-        _require_plain(field.type, f"{where}: column {field.name}")
+    columns = read_columns(parquet.schema_arrow, where, binary)
+    used = [i for i, leaf in enumerate(leaves) if any(f"{leaf.path}.".startswith(f"{name}.") for name in columns)]
+    has_lists = any(leaves[i].max_repetition_level for i in used)
+    # Nulls of a fixed size take that size in memory, and no bytes in the file.
+    widths = sum(leaves[i].length for i in used if leaves[i].physical_type == _FIXED)
+    largest_row = bounds.of_row(parquet.schema_arrow, columns)
     number = values = 0
     for group in groups:
-        held = 0
-        for column, leaf in enumerate(leaves):
-            found = _check_pages(file, chunks[group][column], leaf, f"{where}: column {leaf.path}")
+        held = widths
+        for leaf, chunk in ((leaves[i], chunks[group][i]) for i in used):
+            found = _check_pages(file, chunk, leaf, f"{where}: column {leaf.path}")
             held += found.largest
-            values += found.num_values if leaf.path in lists else 0
+            values += found.num_values * leaf.max_repetition_level
         if held > _PAGES:
             raise ConfigError(f"{where}: pages of all columns have {held} bytes, at most {_PAGES} are read")
-        if values > most_values:
-            raise ConfigError(f"{where}: lists of {values} values, at most {most_values} are read; split it")
-        size = 1 if lists else max(1, min(_BATCH_ROWS, _BATCH // max(1, held)))
-        for batch in parquet.iter_batches(batch_size=size, row_groups=[group], use_threads=False):
+        if values > bounds.values:
+            raise ConfigError(f"{where}: lists of {values} values, at most {bounds.values} are read; split it")
+        size = 1 if has_lists else max(1, min(_BATCH_ROWS, _BATCH // max(1, held)))
+        batches = parquet.iter_batches(batch_size=size, row_groups=[group], columns=columns, use_threads=False)
+        for batch in batches:
             for i in range(batch.num_rows):
                 row = batch.slice(i, 1)
-                if size == 1 and (length := sum(map(_num_bytes, row.columns))) > largest_row:
+                if size == 1 and (length := sum(map(num_bytes, row.columns))) > largest_row:
                     raise ConfigError(f"{where}: row {number} has {length} bytes, at most {largest_row} are read")
                 yield number, row.to_pylist()[0]
                 number += 1
+
+
+def read_columns(schema: Any, where: str, binary: frozenset[str]) -> list[str]:
+    """Return the columns to read: all but the binary ones that `binary` does not name.
+
+    Raises ConfigError, which begins with `where`, if a column's values are not plain."""
+    columns = [field.name for field in schema if field.name in binary or not _is_binary(field.type)]
+    for name in columns:
+        if (count := schema.names.count(name)) > 1:
+            raise ConfigError(f"{where}: {count} columns have the name {name[:80]!r}")
+        require_plain(schema.field(name).type, f"{where}: column {name}")
+    return columns
+
+
+def _is_binary(kind: Any) -> bool:
+    from pyarrow import types
+
+    if types.is_list(kind) or types.is_large_list(kind):
+        return _is_binary(kind.value_type)
+    if types.is_struct(kind) and (place := kind.get_field_index("bytes")) >= 0:
+        return _is_binary(kind.field(place).type)
+    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
 
 
 def _check_pages(file: BinaryIO, chunk: _Chunk, leaf: Any, where: str) -> Pages:
@@ -165,33 +204,37 @@ def _chunk(column: dict[int, Any]) -> _Chunk:
     return _Chunk(begin, begin + max(0, about[7]))
 
 
-def _require_plain(kind: Any, where: str) -> None:
+def require_plain(kind: Any, where: str, in_list: bool = False) -> None:
     """Raise ConfigError if a value of the type is not plain, or is large even if it is null."""
     from pyarrow import types
 
-    if types.is_map(kind) or types.is_run_end_encoded(kind) or types.is_union(kind):
+    if types.is_map(kind) or types.is_run_end_encoded(kind) or types.is_union(kind) or types.is_list_view(kind):
         raise ConfigError(f"{where}: expected plain values, got {kind}")
-    if types.is_fixed_size_binary(kind) and kind.byte_width > _WIDEST:
-        raise ConfigError(f"{where}: values of {kind.byte_width} bytes, at most {_WIDEST} are read")
+    if types.is_fixed_size_binary(kind) and kind.byte_width > (_WIDEST_IN_LIST if in_list else _WIDEST):
+        most = _WIDEST_IN_LIST if in_list else _WIDEST
+        raise ConfigError(f"{where}: values of {kind.byte_width} bytes, at most {most} are read")
     if types.is_fixed_size_list(kind):  # in such a list even a null takes the full size
         raise ConfigError(f"{where}: expected a list of any length, got {kind}")
-    if types.is_dictionary(kind) or types.is_list(kind) or types.is_large_list(kind):
-        _require_plain(kind.value_type, where)
+    if types.is_dictionary(kind):
+        require_plain(kind.value_type, where, in_list)
+    elif types.is_list(kind) or types.is_large_list(kind):
+        require_plain(kind.value_type, where, in_list=True)
     elif types.is_struct(kind):
         for field in kind:
-            _require_plain(field.type, where)
+            require_plain(field.type, where, in_list)
 
 
-def _num_bytes(array: Any) -> int:
-    """Return the bytes of an array's values; a dictionary entry counts as often as it occurs."""
+def num_bytes(array: Any) -> int:
+    """Return the bytes of an array's values; a dictionary entry counts as often as it occurs, a list's value as one."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     kind = array.type
     if pa.types.is_struct(kind):
-        return sum(map(_num_bytes, array.flatten()))
+        return sum(map(num_bytes, array.flatten()))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _num_bytes(array.flatten()) + len(array)
+        flat = array.flatten()
+        return num_bytes(flat) + len(flat)
     if pa.types.is_dictionary(kind):
         used = pc.cast(pc.binary_length(array.dictionary), pa.int64()).take(array.indices)
         return pc.sum(used).as_py() or 0

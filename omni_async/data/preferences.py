@@ -1,8 +1,8 @@
-"""Reads preference pairs from a parquet file: all prompts at once, the images of one pair on request.
+"""Reads preference pairs from a table: all prompts at once, the images of one pair on request.
 
 Columns: `prompt` (text), `chosen` and `rejected`. An image is an encoded PNG, JPEG or WebP image; a struct with `bytes`
-and optionally `path`, as in Hugging Face datasets; or the path of an image file in the parquet's folder or below it.
-Other columns are ignored.
+and optionally `path`, as in Hugging Face datasets; or the path of an image file in the table's folder or below it.
+Other columns are ignored. A parquet file is read as follows; the rows of any other table are held in memory.
 
 Access to pairs is random, but parquet is not: to reach a row, its row group is decoded from the start, a row at a time
 (some 10 us each). The next pair costs nothing extra, so files for shuffled training should have row groups of a hundred
@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from omni_async.config import ConfigError
@@ -22,6 +23,7 @@ from omni_async.config.reading import real_path, require_file
 from omni_async.data.bad_places import BadPlaces
 from omni_async.data.image_files import MAX_IMAGE_BYTES, find_image, one_line, read_image
 from omni_async.data.prompts import WholeCheck
+from omni_async.data.tables import NO_COLUMNS, Columns, Table, open_table
 from omni_async.types import Prompt
 
 if TYPE_CHECKING:
@@ -38,38 +40,81 @@ _DICTIONARY_ROWS = 1024
 
 
 class PreferencePairs:
-    """The pairs of one parquet file, numbered by row from 0; every `ConfigError` is one line with file, row and column.
+    """The pairs of one table, numbered by row from 0; every `ConfigError` is one line with file, row and column.
 
     Not thread-safe. Paths in the file are relative to its folder; a path that leads out of it, by `..` or by a link, is
     refused."""
 
-    def __init__(self, path: str) -> None:
-        """Read only the footer.
+    def __init__(self, path: str, columns: Columns = NO_COLUMNS) -> None:
+        """Read only the footer of a parquet file, and any other table.
 
-        Raises ConfigError if the file is missing or no parquet file, or a column is missing or of a wrong type."""
+        `columns`: names of columns by field, as `data.columns`.
+        Raises ConfigError if the table is missing or invalid, or a column is missing or of a wrong type."""
+        self.path = path
+        self._places: list[str] = []
+        named = {field: columns.get(field) or field for field in _COLUMNS}
+        if Path(path).suffix.lower() == ".parquet":
+            self._folder = self._root = real_path(path).parent
+            found = self._opened(path, named)
+        else:
+            found = self._held(open_table(path, _KEY), named)
+        self._columns: dict[str, _Column | Any] = found
+
+    def _opened(self, path: str, named: dict[str, str]) -> dict[str, _Column]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        self.path = path
         try:
             require_file(path)  # pyarrow would also take a URL, or a folder
             # Without these two, pyarrow reads all columns of a row group before it returns the first batch.
-            self._file = pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES)
-            schema = self._file.schema_arrow
+            file = pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES)
+            schema = file.schema_arrow
         except FileNotFoundError:
             raise ConfigError(f"{_KEY}: no such file: {path}") from None
         except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name that no file can have
             why = getattr(error, "strerror", None) or one_line(error)
             raise ConfigError(f"{_KEY}: {path} cannot be read as parquet: {why}") from None
-        for column in _COLUMNS:
-            self._check_column(schema, column)
-        self._num_rows: int = self._file.metadata.num_rows
-        if self._num_rows == 0:
-            raise ConfigError(f"{_KEY}: {path} holds no pairs; expected one a row")
-        if self._num_rows > _MAX_PAIRS:
-            raise ConfigError(f"{_KEY}: {path} holds {self._num_rows} pairs, at most {_MAX_PAIRS} are read; split it")
-        self._columns = {column: _Column(self._file, path, column) for column in _COLUMNS}
-        self._folder = real_path(path).parent
+        leaves = (file.schema.column(i) for i in range(len(file.schema)))
+        repeated = {leaf.path.split(".")[0] for leaf in leaves if leaf.max_repetition_level}
+        for field, column in named.items():
+            self._check_column(schema, field, column, repeated)
+        self._require_rows(file.metadata.num_rows)
+        return {field: _Column(file, path, column) for field, column in named.items()}
+
+    def _held(self, table: Table, named: dict[str, str]) -> dict[str, Any]:
+        """Return the columns of a table that is read entirely, as Arrow arrays."""
+        import pyarrow as pa
+
+        self._folder, self._root = table.folder, table.root
+        cells: dict[str, list[Any]] = {field: [] for field in named}
+        for where, number, fields in table.rows(named, binary=_COLUMNS):
+            row = fields()
+            if missing := [field for field in named if field not in row]:
+                has = ", ".join(row)[:300]
+                raise ConfigError(f"{where}: {missing[0]} is missing; expected prompt, chosen and rejected, got {has}")
+            for field, column in cells.items():
+                column.append(row[field])
+            self._places.append(where if table.place != "row" else f"{table.name}: row {number}")
+        self._require_rows(len(self._places))
+        try:
+            held = {field: pa.array(column) for field, column in cells.items()}
+        except (pa.ArrowException, ValueError, TypeError) as error:
+            raise ConfigError(f"{table.name}: a column holds values of several kinds: {one_line(error)}") from None
+        schema = pa.schema([(field, column.type) for field, column in held.items()])
+        for field in held:
+            self._check_column(schema, field, field, set())
+        return held
+
+    def _require_rows(self, number: int) -> None:
+        self._num_rows = number
+        if number == 0:
+            raise ConfigError(f"{_KEY}: {self.path} holds no pairs; expected one a row")
+        if number > _MAX_PAIRS:
+            raise ConfigError(f"{_KEY}: {self.path} holds {number} pairs, at most {_MAX_PAIRS} are read; split it")
+
+    def _cell(self, column: str, row: int) -> Any:
+        found = self._columns[column]
+        return found.cell(row) if isinstance(found, _Column) else found[row]
 
     def __len__(self) -> int:
         return self._num_rows
@@ -90,7 +135,7 @@ class PreferencePairs:
         held = 0
         bad = BadPlaces("row")
         for row in range(len(self)):
-            value, where = _plain(self._columns["prompt"].cell(row)), self._where(row, "prompt")
+            value, where = _plain(self._cell("prompt", row)), self._where(row, "prompt")
             held += _size(value)
             if held > _MAX_PROMPT_BYTES:
                 more = f"more than {_MAX_PROMPT_BYTES} bytes"
@@ -118,7 +163,7 @@ class PreferencePairs:
                     " of the others are checked when they are read"
                 )
             for column in _COLUMNS[1:]:
-                cell, where = self._columns[column].cell(row), self._where(row, column)
+                cell, where = self._cell(column, row), self._where(row, column)
                 with bad.noting(where, row):
                     image = self._image(cell, where).image
                     pixels += 0 if image is None else image.shape[1] * image.shape[2]
@@ -131,26 +176,27 @@ class PreferencePairs:
         Raises ConfigError if an image cannot be decoded, IndexError if the pair does not exist."""
         if not 0 <= pair < len(self):
             raise IndexError(f"pair {pair}: {self.path} has pairs 0..{len(self) - 1}")
-        cells = ((self._columns[column].cell(pair), self._where(pair, column)) for column in _COLUMNS[1:])
+        cells = ((self._cell(column, pair), self._where(pair, column)) for column in _COLUMNS[1:])
         chosen, rejected = (self._image(cell, where) for cell, where in cells)
         return chosen, rejected
 
     def _where(self, row: int, column: str) -> str:
-        return f"{_KEY}: {self.path}: row {row}, column {column}"
+        return f"{self._places[row] if self._places else f'{_KEY}: {self.path}: row {row}'}, column {column}"
 
-    def _check_column(self, schema: Any, column: str) -> None:
+    def _check_column(self, schema: Any, field: str, column: str, repeated: set[str]) -> None:
         import pyarrow as pa
 
         found = schema.names.count(column)
         if found != 1:
             problem = "is missing" if not found else f"occurs {found} times"
+            more = "" if found else f"; name it, as data.columns.{field}=NAME"
             raise ConfigError(
                 f"{_KEY}: {self.path}: column {column} {problem}; expected prompt, chosen and rejected, got"
-                f" {', '.join(schema.names)}"
+                f" {', '.join(schema.names)}{more}"
             )
         kind = schema.field(column).type
         flat = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if column == "prompt":
+        if field == "prompt":
             fits, expected = _is_text(flat), "text"
         else:
             if pa.types.is_struct(flat) and flat.get_field_index("bytes") >= 0:
@@ -159,8 +205,6 @@ class PreferencePairs:
             else:
                 fits = _is_text(flat) or _is_bytes(flat)
             expected = "encoded images (binary, or a struct with binary `bytes`) or their paths (text)"
-        leaves = (self._file.schema.column(i) for i in range(len(self._file.schema)))
-        repeated = {leaf.path.split(".")[0] for leaf in leaves if leaf.max_repetition_level}
         if not fits or column in repeated:  # one row of a list is unbounded
             raise ConfigError(f"{_KEY}: {self.path}: column {column}: expected {expected}, got {kind}")
 
@@ -178,8 +222,8 @@ class PreferencePairs:
         if _is_text(value.type) and (size := _size(value)):
             if size > _MAX_PATH_BYTES:
                 raise ConfigError(f"{where}: the path has {size} bytes, at most {_MAX_PATH_BYTES} are taken")
-            file = find_image(self._folder, _text(value, where) or "", where, "the parquet's")
-            return read_image(file, where, self._folder)
+            file = find_image(self._folder, _text(value, where) or "", where, "the table's", self._root)
+            return read_image(file, where, self._root)
         raise ConfigError(f"{where}: there is no image")
 
 

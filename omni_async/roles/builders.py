@@ -150,7 +150,8 @@ def reader(context: WorkerContext) -> PreferenceReader:
     context.limit_threads(config.placement.rollout.cpus)
     if config.data.preferences is None:
         raise ValueError("a preference reader needs data.preferences")
-    policy, pairs = load_policy(context.inputs.family, config.model.path), PreferencePairs(config.data.preferences)
+    policy = load_policy(context.inputs.family, config.model.path)
+    pairs = PreferencePairs(config.data.preferences, config.data.columns)
     return PreferenceReader(context.name, config, pairs, policy, context.coordinator, context.store, context.clock)
 
 

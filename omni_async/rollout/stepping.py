@@ -255,7 +255,7 @@ class ConditioningCache:
         Includes the unconditional branch if the request is guided. Shared between callers: not to be written to."""
         prompt, codec, spec = request.prompt, self.codec, request.encoded_for or request.spec
         of_spec = codec.conditioning_key(spec) if isinstance(codec, ReadsLess) else spec
-        key = (prompt.text, tuple(image.digest for image in prompt.images), of_spec)
+        key = (prompt.text, prompt.negative_prompt, tuple(image.digest for image in prompt.images), of_spec)
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key], False

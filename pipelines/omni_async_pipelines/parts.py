@@ -320,7 +320,7 @@ class DiffusersCodec(ABC):
     @torch.no_grad()
     def encode(self, prompt: Prompt, spec: Any) -> TensorDict:
         def encode_branch(branch: str) -> dict[str, Tensor]:
-            return self.encode_text(prompt.text if branch == "prompt" else spec.negative_prompt, spec)
+            return self.encode_text(branch_text(prompt, spec, branch), spec)
 
         return make_conditioning(spec.guided, encode_branch, self.encode_shared(prompt, spec))
 
@@ -370,6 +370,14 @@ class ImageCodec(DiffusersCodec):
         images = stack_pixels(media, spec).to(self.vae.device, self.vae.dtype)
         maps: Tensor = self.vae.encode(images).latent_dist.mode().float()
         return self.from_maps((maps - config.shift_factor) * config.scaling_factor)
+
+
+def branch_text(prompt: Prompt, spec: Any, branch: str) -> str:
+    """Return the text of the branch `prompt` or `negative_prompt`; the latter is the prompt's own if it has one."""
+    if branch == "prompt":
+        return prompt.text
+    negative: str = spec.negative_prompt if prompt.negative_prompt is None else prompt.negative_prompt
+    return negative
 
 
 def make_conditioning(

@@ -292,7 +292,7 @@ EMULATED = ["run.runtime=inprocess", "rollout.engine=emulated"]
         (["reward.backoff_max_s=0.5"], "reward.backoff_max_s: pauses begin with reward.backoff_s = 1, got 0.5"),
         (["reward.scorers.0.weight=0"], "reward.scorers: every weight is 0, so there is no reward"),
         (["reward.scorers=[]"], "reward.scorers: required, at least one; `omni-async list` shows them"),
-        (["data.prompts=null"], "data.prompts: required, expected a prompt file (.txt or .jsonl), or data.preferences"),
+        (["data.prompts=null"], "data.prompts: required, expected a table of prompts (.txt, .jsonl, .csv, "),
         ([EXACT, "buffer.groups=15"], "buffer.groups: staleness.exact waits for all 16 ... so they must fit; got 15"),
         ([EXACT, "buffer.max_bytes=8GiB"], "buffer.max_bytes: staleness.exact waits for a whole number of updates'"),
         (["buffer.max_bytes=24MiB"], "an update's 32 samples ... 768 KiB of media ... more than 24 MiB, got 24MiB"),

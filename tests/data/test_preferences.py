@@ -153,7 +153,7 @@ OUTSIDE = ("../outside.png", "below/../../outside.png", "link.png", "{outside}",
 @pytest.mark.parametrize(
     ("paths", "why"),
     [
-        (OUTSIDE, "leads out of the parquet's folder"),
+        (OUTSIDE, "leads out of the table's folder"),
         (("nowhere.png", "below"), "no such file"),
         (("\0", "x" * 5000, "circle.png"), "no usable path"),
     ],
@@ -207,8 +207,8 @@ def test_a_file_that_is_not_there_or_no_parquet_is_refused(tmp_path):
         (tmp_path / f"{n}.parquet").write_bytes(content)
     for name, why in (
         (f"{tmp_path}/nowhere.parquet", "no such file: "),
-        (str(tmp_path), ".* cannot be read as parquet: it is a folder, not a file$"),
-        (f"{tmp_path}/\0", ".* cannot be read as parquet: embedded null byte$"),
+        (str(tmp_path), ".*: holds 0, 1, .*; name one, as "),
+        (f"{tmp_path}/\0", ".* cannot be read: embedded null byte$"),
         ("https://localhost:1/pairs.parquet", "no such file: "),
         *((f"{tmp_path}/{n}.parquet", r".* cannot be read as parquet: [^\n]+$") for n in range(len(NO_PARQUET))),
     ):

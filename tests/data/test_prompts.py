@@ -81,7 +81,10 @@ def test_a_broken_json_line_is_refused_with_its_number(tmp_path, line, why):
 def test_a_file_that_is_not_there_or_empty_or_not_text_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"^validation\.prompts: no such file: .*nowhere\.txt$"):
         load_prompts(str(tmp_path / "nowhere.txt"), "validation.prompts", 10)
-    with pytest.raises(ConfigError, match="cannot be read: it is a folder, not a file"):
+    (tmp_path / "empty.txt").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be read: it is a folder, not a file$"):
+        load_prompts(str(tmp_path / "empty.txt"), "data.prompts", 10)
+    with pytest.raises(ConfigError, match="cannot be read: it is a folder, not a file; expected a saved dataset"):
         load_prompts(str(tmp_path), "data.prompts", 10)
     for content, why in {
         **dict.fromkeys(("", "\n\n", "  \t \n"), "holds no prompts; expected one a line"),
@@ -93,8 +96,9 @@ def test_a_file_that_is_not_there_or_empty_or_not_text_is_refused(tmp_path):
 
 
 def test_a_format_without_a_reader_is_refused_with_those_that_have_one(tmp_path):
-    for name, got in (("p.csv", ".csv"), ("p.json", ".json"), ("p.txt.gz", ".gz"), ("prompts", "no suffix")):
-        expected = f"{name}: expected a .txt file (a prompt a line) or .jsonl (an object a line), got {got}"
+    for name, got in (("p.xlsx", ".xlsx"), ("p.txt.gz", ".gz; unpack it"), ("prompts", "no suffix")):
+        formats = ".txt, .jsonl, .json, .csv, .tsv, .parquet, .arrow"
+        expected = f"{name}: expected a folder or one of {formats}, got {got}"
         assert refusal(tmp_path, "prompt\na cat\n", name).endswith(expected)
 
 
@@ -120,7 +124,7 @@ def test_all_wrong_lines_are_named_at_once_ten_at_most(tmp_path):
 
 
 def test_a_million_prompts_are_read_in_seconds(tmp_path):
-    """A prompt takes some 53 lines of Python, which are microseconds, and not more in a longer file."""
+    """A prompt takes some 90 lines of Python, which are microseconds, and not more in a longer file."""
     line = '{"prompt": "a sign that says \\"open\\"", "target": "open", "language": "en", "n": 1}\n'
     for number in (1000, 5000, TIMES * 5000):
         (tmp_path / f"{number}.jsonl").write_text(line * number)

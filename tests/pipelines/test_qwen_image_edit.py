@@ -59,6 +59,9 @@ def test_without_an_image_it_is_qwen_image(subject):
     assert found["image"].shape == (0, 0, 64)
     assert {*found.keys()} - {"image"} == {*expected.keys()}
     assert all(torch.equal(found[key], value) for key, value in expected.items())
+    own = subject.codec.encode(replace(TEXT, negative_prompt="dull"), GUIDED)
+    as_spec = subject.codec.encode(TEXT, replace(GUIDED, negative_prompt="dull"))
+    assert_close(own["negative_prompt_embeds"], as_spec["negative_prompt_embeds"])
     subject.codec.encode(subject.case.prompts[1], GUIDED)
     again = subject.codec.encode(TEXT, GUIDED)
     assert torch.equal(again["prompt_embeds"], found["prompt_embeds"]), "also after an image"

@@ -59,6 +59,8 @@ def test_prompts_are_encoded_once(tmp_path):
     assert codec.asked == [(unguided.prompt.text, None), (guided.prompt.text, "blur")]
     cache.of(replace(unguided, encoded_for=guided.spec))  # for a guided teacher
     assert len(codec.asked) == 2
+    cache.of(replace(guided, prompt=replace(guided.prompt, negative_prompt="dull")))
+    assert len(codec.asked) == 3
 
 
 def test_the_cache_is_bounded_by_bytes():

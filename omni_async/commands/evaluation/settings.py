@@ -26,7 +26,7 @@ from omni_async.control.requests import RequestFactory
 from omni_async.control.seeds import NOISE
 from omni_async.data.prompts import PromptCheck, load_prompts
 from omni_async.plugins.families import PipelineFamily, find_family
-from omni_async.runtime.preflight.check import images_check
+from omni_async.runtime.preflight.check import inputs_check, load_validation
 from omni_async.runtime.preflight.model_files import check_checkpoint
 from omni_async.runtime.preflight.prompt_limits import PromptLimits
 from omni_async.types import Prompt, SampleRequest
@@ -70,10 +70,7 @@ class Settings:
             "device": self.device or "default",
             "calls": self.config.rollout.calls,
             "program": None if program is None else redact(msgspec.to_builtins(program)),
-            "prompts": [
-                [one.index, one.text, one.target, one.metadata, [image.digest for image in one.images]]
-                for one in self.prompts
-            ],
+            "prompts": [[one.index, *one.content] for one in self.prompts],
         }
 
 
@@ -94,7 +91,7 @@ def settings_of(options: argparse.Namespace, models: Sequence[Model]) -> Setting
         raise ConfigError(f"--steps: expected at least 2, got {steps}")
     limits = PromptLimits(models[0].base, {"rollout.sampling": config.rollout.sampling})
     limits.check_negative()
-    prompts = _prompts(options, config, images_check(family), limits)
+    prompts = _prompts(options, config, inputs_check(family, [config.rollout.sampling]), limits)
     tree = {"prompts": "-", "num_inference_steps": steps, "samples_per_prompt": options.seeds or _seeds(options, given)}
     config = replace(config, validation=decode(tree, Validation, "validation"))
     return Settings(config, family, prompts, options.device, tuple(limits.notes))
@@ -131,17 +128,16 @@ def _prompts(
     options: argparse.Namespace, config: Config, check: PromptCheck, limits: PromptLimits
 ) -> tuple[Prompt, ...]:
     """Return the prompts of the command line, of its file, or of the recipe's validation; at most `--limit`."""
-    longest = config.data.max_prompt_chars
+    longest, columns = config.data.max_prompt_chars, config.data.columns
     if options.prompt:
         prompts = _typed(options.prompt, config, check)
         for position, problem in limits.problems("--prompt", prompts).items():
             raise ConfigError(f"--prompt {prompts[position].text[:80]!r}: {problem}")
     elif options.prompts is not None:
         whole = partial(limits.problems, "--prompts")
-        prompts = load_prompts(str(options.prompts), "--prompts", longest, [check], whole)
+        prompts = load_prompts(str(options.prompts), "--prompts", longest, [check], whole, columns=columns)
     elif config.validation is not None:
-        whole = partial(limits.problems, "validation.prompts")
-        prompts = load_prompts(config.validation.prompts, "validation.prompts", longest, [check], whole)
+        prompts = load_validation(config, [check], limits.problems)
     else:
         raise ConfigError("--prompt: no prompts; give one, or --prompts FILE, or a recipe that has validation.prompts")
     return tuple(prompts[: options.limit])
@@ -150,8 +146,8 @@ def _prompts(
 def _typed(texts: Sequence[str], config: Config, check: PromptCheck) -> list[Prompt]:
     """Return the prompts with these texts; prompts of the recipe's validation keep their number, and so their noise."""
     validated: list[Prompt] = []
-    if config.validation is not None and Path(config.validation.prompts).is_file():
-        validated = load_prompts(config.validation.prompts, "validation.prompts", config.data.max_prompt_chars)
+    if config.validation is not None and Path(config.validation.prompts or config.data.prompts or "").is_file():
+        validated = load_validation(config)
     known = {prompt.text: prompt for prompt in reversed(validated)}
     found = {}
     for number, text in enumerate(texts):

@@ -34,8 +34,9 @@ model is not loaded and need not exist. Judge servers that the reward names are 
   omni-async score recipes/quickstart/quickstart.yaml runs/quickstart-20260101-120000 --grid extremes.png
   omni-async score my_recipe.yaml images/ table.jsonl --repeat 5 --out scores.csv --json scores.json
 
-A PATH is a media file, a folder of them, the folder of a run (its samples), or a table (.jsonl, .csv, .parquet) with
-columns prompt, image, video or audio (files in its folder or below) and optionally target; other columns are metadata.
+A PATH is a media file, a folder of them, the folder of a run (its samples), or a table (.jsonl, .json, .csv, .tsv,
+.parquet, .arrow, a folder with metadata.jsonl) with columns prompt, image, video or audio (files in its folder or
+below) and optionally target; other columns are metadata. data.columns of the recipe names the table's columns.
 The prompt of a.png is in a.txt or a.json (an object as in a prompt file), or in the folder's prompts.txt or
 prompts.jsonl, with a line per file in the order of their names.
 
@@ -83,7 +84,7 @@ def score(options: argparse.Namespace) -> int:
 
     prompts = (config.data.prompts, config.validation.prompts if config.validation is not None else None)
     images_in = [Path(file).parent for file in prompts if file is not None]
-    found = find_samples(options.paths, config.data.max_prompt_chars, images_in)
+    found = find_samples(options.paths, config.data.max_prompt_chars, images_in, config.data.columns)
     rows = [Scored(sample) for sample in found]
     inputs = [*inputs_of(options.recipe, config), *files_read(options.paths, [row.sample for row in rows])]
     for name in _OUTPUTS:

@@ -6,9 +6,9 @@ a file comes from one of these:
 - a file of the same name with the suffix `.txt` (a prompt) or `.json` (an object as in a prompt file)
 - the folder's `prompts.txt` or `prompts.jsonl`, a line per file in the order of their names
 
-A table, `.jsonl`, `.csv` or `.parquet`, has a row per sample with `prompt` and its media as `image`, `video` and
-`audio` (paths relative to the table). It may have `target`, `images` (the prompt's images) and `metadata`; other
-columns are metadata, too.
+A table (`omni_async.data.tables`) has a row per sample with `prompt` and its media as `image`, `video` and `audio`
+(paths relative to the table). It may have `target`, `images` (the prompt's images) and `metadata`; other columns are
+metadata, too. A folder with `metadata.jsonl` is a table, whose `file_name` names the media.
 
 A path on the command line may point anywhere. A folder or a table is input: its files must be in it or below, links
 included. Images of prompts may also be in the folders of the recipe's prompt files.
@@ -24,23 +24,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from omni_async.commands.scoring.tables import LEADS_OUT, rows
-from omni_async.commands.scoring.tables import SUFFIXES as _TABLES
 from omni_async.config import ConfigError, redact
-from omni_async.config.reading import OutsideError, is_within, read_file, require_file
+from omni_async.config.reading import is_within, require_file
+from omni_async.data.folders import caption_of, folder_table, metadata_of, require_inside, sorted_files
 from omni_async.data.image_files import one_line, prompt_image
 from omni_async.data.media_files import SUFFIXES, part_of
-from omni_async.data.prompts import load_prompts, parse_object
+from omni_async.data.prompts import load_prompts, prompt_of
+from omni_async.data.tables import LEADS_OUT, NO_COLUMNS, Columns, Table, open_table
+from omni_async.data.tables import SUFFIXES as _TABLES
 from omni_async.plugins.families import PARTS
 from omni_async.types import Prompt
 
 _PROMPT_FILES = ("prompts.txt", "prompts.jsonl")
 _GRID = re.compile(r"(train|validation)-\d{6}")  # a run's grid; its tiles have an additional number
-_LARGEST_SIDECAR = 2**20
+_OF_RUN: Columns = {"reward": None}  # a run's own reward is left out; the prompt's metadata have a separate key
 
 
 class Sample(Struct, frozen=True):
@@ -55,17 +55,23 @@ class Sample(Struct, frozen=True):
     within: Path | None = None
 
 
-def find_samples(paths: list[Path], max_chars: int, images_in: Sequence[Path] = ()) -> list[Sample]:
+def find_samples(
+    paths: list[Path],
+    max_chars: int,
+    images_in: Sequence[Path] = (),
+    columns: Columns = NO_COLUMNS,
+) -> list[Sample]:
     """Return all samples, numbered consecutively, in the order of the paths and of names in a folder.
 
     Args:
         paths: as the user named them.
         max_chars: the largest number of characters of a prompt in a prompt file.
         images_in: folders that may contain images of prompts, in addition to the folder of the file that names them.
+        columns: names of the tables' columns by field, as `data.columns`; tables of a run have their own.
 
     Raises:
         ConfigError: an invalid sample, in one line."""
-    found = [sample for path in paths for sample in _samples_of(path, max_chars, images_in)]
+    found = [sample for path in paths for sample in _samples_of(path, max_chars, images_in, columns)]
     return [replace(sample, prompt=replace(sample.prompt, index=i)) for i, sample in enumerate(found)]
 
 
@@ -76,11 +82,12 @@ def files_read(paths: list[Path], samples: list[Sample]) -> list[Path]:
     beside = (file.with_suffix(suffix) for file in media for suffix in (".txt", ".json"))
     sidecars = [file for file in beside if os.path.isfile(file)]  # noqa: PTH113 (pathlib raises at long names)
     folders = {folder for path in paths if path.is_dir() for folder in (path, path / "samples")}
-    lists = [file for folder in folders for file in (*folder.glob("prompts.txt"), *folder.glob("*.jsonl"))]
+    kinds = ("prompts.txt", "*.jsonl", "metadata.*")
+    lists = [file for folder in folders for kind in kinds for file in folder.glob(kind)]
     return [*(path for path in paths if not path.is_dir()), *media, *images, *sidecars, *lists]
 
 
-def _samples_of(path: Path, max_chars: int, images_in: Sequence[Path]) -> list[Sample]:
+def _samples_of(path: Path, max_chars: int, images_in: Sequence[Path], columns: Columns) -> list[Sample]:
     try:
         is_folder, exists = path.is_dir(), path.exists()
     except (OSError, ValueError) as error:
@@ -88,32 +95,34 @@ def _samples_of(path: Path, max_chars: int, images_in: Sequence[Path]) -> list[S
     if not exists:
         raise ConfigError(f"{path}: no such file or folder")
     if is_folder:
-        return _of_folder(path, max_chars, images_in)
+        return _of_folder(path, max_chars, images_in, columns)
     if (part := part_of(path)) is not None:
         return [Sample(redact.one_line(str(path)), {part: path}, _sidecar(path) or Prompt(0, ""))]
-    if path.suffix.lower() in _TABLES:
-        return _of_table(path, images_in)
-    known = ", ".join([*SUFFIXES, *_TABLES])
+    if path.suffix.lower() in _TABLES[1:]:  # a text has no media
+        return _of_table(open_table(path), images_in, _OF_RUN if _is_of_run(path) else columns)
+    known = ", ".join([*SUFFIXES, *_TABLES[1:]])
     raise ConfigError(f"{path}: expected a folder or a file with one of the suffixes {known}")
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
 
-def _of_folder(folder: Path, max_chars: int, images_in: Sequence[Path]) -> list[Sample]:
+def _of_folder(folder: Path, max_chars: int, images_in: Sequence[Path], columns: Columns) -> list[Sample]:
     outer = folder
     if (folder / "samples").is_dir() and (folder / "config.yaml").is_file():  # of a run
         folder = folder / "samples"
         if not is_within(folder, outer):
             raise ConfigError(f"{folder}: {LEADS_OUT}")
-    tables = [file for file in _sorted(folder) if _is_of_run(file)]
+    tables = [file for file in sorted_files(folder, str(folder)) if _is_of_run(file)]
     if tables:
-        return [sample for table in tables for sample in _of_table(table, images_in, folder)]
-    files = [file for file in _sorted(folder) if part_of(file) is not None]
+        found = (_of_table(open_table(table, within=folder), images_in, _OF_RUN) for table in tables)
+        return [sample for samples in found for sample in samples]
+    if metadata_of(folder) is not None:
+        return _of_table(folder_table(folder, str(folder), ""), images_in, columns)
+    files = [file for file in sorted_files(folder, str(folder)) if part_of(file) is not None]
     if not files:
         raise ConfigError(f"{folder}: holds no media; expected files with one of the suffixes {', '.join(SUFFIXES)}")
-    if outside := next((file for file in files if not is_within(file, folder)), None):
-        raise ConfigError(f"{outside}: {LEADS_OUT}")
+    require_inside(files, folder)
     listed = [folder / name for name in _PROMPT_FILES if (folder / name).is_file()]
     prompts = [_sidecar(file) for file in files]
     if listed:
@@ -127,22 +136,13 @@ def _of_folder(folder: Path, max_chars: int, images_in: Sequence[Path]) -> list[
     ]
 
 
-def _sorted(folder: Path) -> list[Path]:
-    try:
-        return sorted(file for file in folder.iterdir() if file.is_file())
-    except OSError as error:
-        raise ConfigError(f"{folder}: {error.strerror or error}") from None
-
-
 def _sidecar(file: Path) -> Prompt | None:
     """Return the prompt in the text or JSON file of a media file, if one exists."""
-    text, fields = file.with_suffix(".txt"), file.with_suffix(".json")
-    if os.path.isfile(fields):  # noqa: PTH113 (pathlib raises where a name has too many bytes)
-        prompt = parse_object(0, _text(fields, file.parent), str(fields))
-        return _with_images(_without_nul(prompt, str(fields)), str(fields), file.parent)
-    if os.path.isfile(text):  # noqa: PTH113
-        return _without_nul(Prompt(0, " ".join(_text(text, file.parent).split())), str(text))
-    return None
+    if (found := caption_of(file, file.parent)) is None:
+        return None
+    where, fields = str(found[0]), found[1]
+    prompt = Prompt(0, fields["prompt"]) if found[0].suffix == ".txt" else prompt_of(0, fields, where)
+    return _with_images(_without_nul(prompt, where), where, file.parent)
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -153,31 +153,29 @@ def _is_of_run(file: Path) -> bool:
     return file.suffix == ".jsonl" and _GRID.fullmatch(file.stem) is not None
 
 
-def _of_table(table: Path, images_in: Sequence[Path], within: Path | None = None) -> list[Sample]:
-    of_run = _is_of_run(table)
-    samples = []
-    for where, row in rows(table, within):
-        if of_run:
-            row.pop("reward", None)  # the run's own reward; the prompt's metadata have a separate key
-        samples.append(_of_row(table, where, row, images_in))
+def _of_table(table: Table, images_in: Sequence[Path], columns: Columns) -> list[Sample]:
+    samples = [
+        _of_row(table.folder, where, {key: cell for key, cell in fields().items() if cell is not None}, images_in)
+        for where, _, fields in table.rows(columns)
+    ]
     if not samples:
-        raise ConfigError(f"{table}: holds no rows")
+        raise ConfigError(f"{table.name}: holds no rows")
     return samples
 
 
-def _of_row(table: Path, where: str, row: dict[str, Any], images_in: Sequence[Path]) -> Sample:
+def _of_row(folder: Path, where: str, row: dict[str, Any], images_in: Sequence[Path]) -> Sample:
     named = {part: row.pop(part) for part in PARTS if part in row}
     if not named:
         raise ConfigError(f"{where}: names no media; expected a path as image, video or audio")
-    files = {part: _named(table.parent, name, f"{where}: {part}") for part, name in named.items()}
+    files = {part: _named(folder, name, f"{where}: {part}") for part, name in named.items()}
     more = row.pop("metadata", {})
     if not isinstance(more, dict):
         raise ConfigError(f"{where}: metadata: expected an object, got {repr(more)[:200]}")
     if clash := sorted({*more} & {*row, "prompt", "target", "image", "images"}):
         raise ConfigError(f"{where}: metadata: {clash[0]!r} is a column of the table, too")
-    prompt = parse_object(0, msgspec.json.encode({**row, **more}).decode(), where)
-    prompt = _with_images(_without_nul(prompt, where), where, table.parent, images_in)
-    return Sample(redact.one_line(", ".join(named.values())), files, prompt, table.parent)
+    prompt = prompt_of(0, {**row, **more}, where)
+    prompt = _with_images(_without_nul(prompt, where), where, folder, images_in)
+    return Sample(redact.one_line(", ".join(named.values())), files, prompt, folder)
 
 
 def _named(folder: Path, name: Any, where: str, images_in: Sequence[Path] = ()) -> Path:
@@ -213,16 +211,3 @@ def _with_images(prompt: Prompt, where: str, folder: Path, images_in: Sequence[P
         within = next(one for one in (folder, *images_in) if is_within(file, one))
         images.append(prompt_image(file, f"{where}: image {image.path[:200]!r}", within=within))
     return replace(prompt, images=tuple(images))
-
-
-def _text(file: Path, within: Path) -> str:
-    try:
-        content = read_file(file, _LARGEST_SIDECAR, within)
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        number = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{file}:{number}: not UTF-8 text: {error.reason}") from None
-    except OutsideError:
-        raise ConfigError(f"{file}: {LEADS_OUT}") from None
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror or error}") from None

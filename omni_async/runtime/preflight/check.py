@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from omni_async.config.schema import Emulation
 from omni_async.control.control_state import LedgerState
 from omni_async.control.reward_formula import RewardFormula
 from omni_async.data.prompts import PromptCheck, load_prompts
+from omni_async.data.split import held_out, shared_note
 from omni_async.performance.law import unmeasured, with_estimates
 from omni_async.performance.profile import Payload, load_profile, require_room
 from omni_async.plugins.families import PipelineFamily, SamplingSpec, find_family
@@ -90,7 +91,7 @@ def _preflight(config: Config, elsewhere: bool) -> RunInputs:
     check_shares(config)
     check_backend(config)
     _check_objective(config)
-    checks = [*_check_scorers(config), *_check_program(config, family), images_check(family)]
+    checks = [*_check_scorers(config), *_check_program(config, family)]
     if config.reward.hedge_s is not None and all(scorers.concurrency_of(one) == 1 for one in config.reward.scorers):
         names = ", ".join(scorer.name for scorer in config.reward.scorers)
         raise ConfigError(
@@ -104,19 +105,18 @@ def _preflight(config: Config, elsewhere: bool) -> RunInputs:
     if (teacher := config.algorithm.teacher) is not None:
         taught = {"algorithm.teacher.sampling": teacher.spec_of(config.rollout.sampling)}
         check_teacher(Path(teacher.path), Path(config.model.path), family, taught)
+    checks.append(inputs_check(family, [*specs.values(), *taught.values()]))
     check_sequence(config.trainer.sequence_parallel, Path(config.model.path), family, specs)
     limits = PromptLimits(Path(config.model.path), specs | taught)
     limits.check_negative()
     prompts = _prompts(config, checks, limits)
-    validation = []
-    if config.validation:
-        validation = load_prompts(
-            config.validation.prompts,
-            _VALIDATION,
-            config.data.max_prompt_chars,
-            checks,
-            partial(limits.problems, _VALIDATION),
-        )
+    validation: list[Prompt] = []
+    if config.validation is not None and config.validation.split is not None:
+        prompts, validation = held_out(prompts, config.validation.split)
+    elif config.validation is not None:
+        validation = load_validation(config, checks, limits.problems)
+        if (note := shared_note(prompts, validation)) is not None:
+            limits.notes.append(note)
     if not elsewhere:  # last: errors of the recipe also show on a machine that is too small
         check_vllm(config)
         require_accelerators(config)
@@ -197,16 +197,54 @@ def _check_program(config: Config, family: PipelineFamily) -> list[PromptCheck]:
     return [] if check is None else [check]
 
 
-def images_check(family: PipelineFamily) -> PromptCheck:
-    """Return a check that refuses prompts with more images than the family takes, or without a required image."""
+def load_validation(
+    config: Config,
+    checks: Sequence[PromptCheck] = (),
+    problems: Callable[[str, Sequence[Prompt]], Mapping[int, str]] = lambda key, prompts: {},
+) -> list[Prompt]:
+    """Return the prompts of `validation`, which the configuration has.
+
+    Args:
+        config: checked.
+        checks: requirements on every prompt.
+        problems: the model's requirements, of the prompts of a key.
+
+    Raises:
+        ConfigError: as `load_prompts`."""
+    assert config.validation is not None
+    file, split = config.validation.prompts, config.validation.split
+    key = "data.prompts" if split is not None else _VALIDATION
+    longest, columns = config.data.max_prompt_chars, config.data.columns
+    prompts = load_prompts(
+        str(file or config.data.prompts), key, longest, checks, partial(problems, key), columns=columns
+    )
+    return prompts if split is None else held_out(prompts, split)[1]
+
+
+def inputs_check(family: PipelineFamily, specs: Sequence[SamplingSpec]) -> PromptCheck:
+    """Return a check that refuses prompts with inputs that the family does not take, or without a required image.
+
+    `specs`: of the samples; a negative prompt is encoded if one of them is guided."""
+    guided = any(spec.guided and hasattr(spec, "negative_prompt") for spec in specs)
 
     def check(prompt: Prompt) -> str | None:
+        if prompt.negative_prompt is not None and not guided:
+            return (
+                "negative_prompt: the samples have no unconditional branch; raise the guidance of rollout.sampling, or"
+                " leave the column out with data.columns.negative_prompt=null"
+            )
+        for part in ("video", "audio"):
+            if part in prompt.metadata:
+                why = f"{part}: the prompt names one, but model.pipeline {family.name!r} takes none"
+                return f"{why}; leave the column out with data.columns.{part}=null"
         given, most = len(prompt.images), family.prompt_images
         if family.needs_images and not given:
             return f"images: the prompt has none, but model.pipeline {family.name!r} needs one"
         if given <= most:
             return None
-        return f"images: the prompt has {given}, but model.pipeline {family.name!r} takes {most or 'none'}"
+        column = "images" if given > 1 else "image"
+        out = "" if most else f"; leave the column out with data.columns.{column}=null"
+        return f"images: the prompt has {given}, but model.pipeline {family.name!r} takes {most or 'none'}{out}"
 
     return check
 
@@ -306,7 +344,7 @@ def _prompts(config: Config, checks: list[PromptCheck], limits: PromptLimits) ->
 
         if (made := [one.part for one in config.rollout.sampling.media()]) != ["image"]:
             raise ConfigError(f"data.preferences: pairs are images, but the samples are {' and '.join(made)}")
-        pairs = PreferencePairs(config.data.preferences)
+        pairs = PreferencePairs(config.data.preferences, config.data.columns)
         prompts = pairs.prompts(longest, partial(limits.problems, "data.preferences"))
         if (note := pairs.check_images()) is not None:
             limits.notes.append(note)
@@ -314,4 +352,5 @@ def _prompts(config: Config, checks: list[PromptCheck], limits: PromptLimits) ->
     if config.data.prompts is None:
         raise ConfigError("data.prompts: required")
     problems = partial(limits.problems, "data.prompts")
-    return load_prompts(config.data.prompts, "data.prompts", longest, checks, problems)
+    columns = config.data.columns
+    return load_prompts(config.data.prompts, "data.prompts", longest, checks, problems, columns=columns)

@@ -61,12 +61,32 @@ class PromptLimits:
         Raises:
             ConfigError: a tokenizer cannot be loaded."""
         found = self._problems(key, [(prompt.text, len(prompt.images)) for prompt in prompts], self._specs)
+        own = [i for i, prompt in enumerate(prompts) if prompt.negative_prompt is not None]
+        texts = [(prompts[i].negative_prompt or "", len(prompts[i].images)) for i in own]
+        for position, problem in self._problems(f"{key}, negative prompts", texts, self._specs).items():
+            found.setdefault(own[position], f"negative_{problem.removeprefix('the ')}")
         for position, prompt in enumerate(prompts):
             sizes = tuple(image_size(image) for image in prompt.images)
             for spec in self._specs.values():
                 if (problem := spec.refused(prompt.text, sizes)) is not None:
                     found.setdefault(position, problem)
         return found
+
+    def lengths(self, key: str, prompts: Sequence[Prompt]) -> dict[str, tuple[float, list[int]]]:
+        """Return the most tokens and the tokens of the prompts, longest first, by the folder of each tokenizer.
+
+        `key`: the name of the prompts in a note on texts that were not counted. Raises ConfigError as `problems`."""
+        texts = {
+            one: None
+            for prompt in prompts
+            for spec in self._specs.values()
+            for one in spec.encoded_texts(prompt.text, len(prompt.images))
+            if (self._checkpoint / one.tokenizer).is_dir()
+        }
+        found: dict[str, tuple[float, list[int]]] = {}
+        for one, count in self._counted(key, texts).items():
+            found.setdefault(one.tokenizer, (self._limit(one), []))[1].append(count)
+        return {tokenizer: (most, sorted(counts, reverse=True)) for tokenizer, (most, counts) in found.items()}
 
     def _problems(
         self, key: str, texts: Sequence[tuple[str, int]], specs: Mapping[str, SamplingSpec]

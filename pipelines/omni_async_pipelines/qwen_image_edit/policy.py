@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from omni_async.data.image_files import read_prompt_image
 from omni_async.diffusion.components import Rule
 from omni_async.types import Prompt, PromptImage
-from omni_async_pipelines.parts import make_conditioning, pack_patches
+from omni_async_pipelines.parts import branch_text, make_conditioning, pack_patches
 from omni_async_pipelines.qwen_image.policy import QwenImageCodec, QwenImagePolicy
 from omni_async_pipelines.qwen_image.sampling import QwenImageSampling
 from omni_async_pipelines.qwen_image_edit.sampling import (
@@ -51,7 +51,7 @@ class QwenImageEditCodec(QwenImageCodec):
         picture = fitted(prompt.images[0], spec.image_area)
 
         def encode_branch(branch: str) -> dict[str, Tensor]:
-            return self.encode_seeing(prompt.text if branch == "prompt" else spec.negative_prompt, picture)
+            return self.encode_seeing(branch_text(prompt, spec, branch), picture)
 
         return make_conditioning(spec.guided, encode_branch, {"image": self.encode_picture(picture)})
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from omni_async.commands.scoring.samples import Sample, find_samples
-from omni_async.commands.scoring.tables import rows
 from omni_async.config import ConfigError
 from omni_async.data.media_files import read_media
+from omni_async.data.tables import open_table
 from omni_async.types import Prompt
 from tests.fuzz.foreign import changed, few
 
@@ -166,13 +166,21 @@ def test_tables_of_text_may_have_marks_and_any_ends_of_lines():
     assert str(sample.prompt.metadata["n"]) == "9" * 400
 
 
-@pytest.mark.parametrize(("name", "most"), [("_MOST_ROWS", 2), ("_LARGEST", 60), ("_MOST_VALUES", 4)])
-@pytest.mark.parametrize("kind", ["t.jsonl", "t.parquet"])
-def test_all_rows_together_have_bounds(kind, name, most, monkeypatch):
-    monkeypatch.setattr(f"omni_async.commands.scoring.tables.{name}", most)
+@pytest.mark.parametrize(
+    ("kind", "name", "most", "why"),
+    [
+        ("t.parquet", "_MOST_ROWS", 2, "; split it"),
+        ("t.parquet", "_LARGEST_FILE", 60, "; split it"),
+        ("t.parquet", "_MOST_VALUES", 4, "; split it"),
+        ("t.jsonl", "_LARGEST_FILE", 60, "is larger than 60 bytes"),
+        ("t.jsonl", "_MOST_VALUES", 4, "; split it"),
+    ],
+)
+def test_all_rows_together_have_bounds(kind, name, most, why, monkeypatch):
+    monkeypatch.setattr(f"omni_async.data.tables.{name}", most)
     table = [{"prompt": "x", "image": "a.png", "n": 1}] * 3
     message = refusal(write(kind, table if kind == "t.jsonl" else {key: [cell] * 3 for key, cell in table[0].items()}))
-    assert "; split it" in message
+    assert why in message
 
 
 def repeated(value: str, times: int) -> pa.DictionaryArray:
@@ -190,6 +198,14 @@ def lists(count: int, value: str) -> pa.Array:
     return pa.ListArray.from_arrays([0, count], repeated(value, count).cast(pa.string()))
 
 
+def lists_of_one(array: pa.Array, depth: int) -> pa.Array:
+    """Makes a row: the array in a list, its values in so many lists of one."""
+    count = len(array)
+    for _ in range(depth):
+        array = pa.ListArray.from_arrays(pa.array(np.arange(len(array) + 1), pa.int32()), array)
+    return pa.ListArray.from_arrays([0, count], array)
+
+
 DELTA = {"n.list.element": "DELTA_BYTE_ARRAY", "image": "PLAIN", "prompt": "PLAIN"}
 
 
@@ -197,12 +213,14 @@ DELTA = {"n.list.element": "DELTA_BYTE_ARRAY", "image": "PLAIN", "prompt": "PLAI
     ("column", "how", "why"),
     [
         (repeated("x" * 5_000_000, 1000), {}, "row 0: the row has 5000"),
-        (lists(2000, "y" * 20_000), {}, "row 0 has 40000"),
+        (lists(2000, "y" * 20_000), {}, "row 0 has 4000"),
         (lists(200, "y" * 2000), {"use_dictionary": False, "column_encoding": DELTA}, "texts in lists are in delta"),
         (pa.ListArray.from_arrays([0, 2**21], pa.nulls(2**21, pa.int8())), {}, "lists of 2097152 values, at most 1000"),
         (pa.nulls(1_000_001, pa.int8()), {}, "1000001 rows, at most 1000000 are read"),
         (pa.array(["z" * 67_200_000]), {"compression": "zstd", "use_dictionary": False}, "encodes 6720"),
         (pa.array([None], pa.binary(2**17)), {}, "values of 131072 bytes, at most 65536"),
+        (lists_of_one(pa.nulls(2000, pa.binary(2**16)), 0), {}, "values of 65536 bytes, at most 64"),
+        (lists_of_one(pa.nulls(2**19, pa.int8()), 9), {}, "lists of 5242880 values, at most 1000"),
         (pa.array([[1] * 9], pa.list_(pa.int8(), 9)), {}, "expected a list of any length"),
         (pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int8())), {}, "expected plain values, got map"),
         (nested(51), {}, "nested more than 50 levels deep"),
@@ -210,7 +228,7 @@ DELTA = {"n.list.element": "DELTA_BYTE_ARRAY", "image": "PLAIN", "prompt": "PLAI
     ],
 )
 def test_a_parquet_bomb_is_refused_before_it_is_in_memory(column, how, why, monkeypatch):
-    monkeypatch.setattr("omni_async.commands.scoring.tables._MOST_VALUES", 1_000_000)
+    monkeypatch.setattr("omni_async.data.tables._MOST_VALUES", 1_000_000)
     column = column if isinstance(column, pa.Array) else pa.array(column)
     path, names = Path("data/t.parquet"), pa.array(["a.png"] * len(column))
     pq.write_table(pa.table({"prompt": names, "image": names, "n": column}), path, **how)
@@ -237,6 +255,6 @@ def test_a_damaged_parquet_table_is_read_or_refused(tmp_path, data):
     content = data.draw(changed((tmp_path / "t.parquet").read_bytes()))
     (tmp_path / "t.parquet").write_bytes(content)
     try:
-        assert all(isinstance(row, dict) for _, row in rows(tmp_path / "t.parquet"))
+        assert all(isinstance(fields(), dict) for _, _, fields in open_table(tmp_path / "t.parquet").rows())
     except ConfigError as error:
         assert "\n" not in str(error)

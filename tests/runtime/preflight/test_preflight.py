@@ -49,6 +49,39 @@ def test_a_sound_recipe(tmp_path):
     assert inputs.profile is None and inputs.notes == (), "a real job replays nothing"
 
 
+def test_prompts_are_held_out_or_reported_as_shared(tmp_path):
+    inputs = preflight(write_world(tmp_path, validation={"split": 0.5}))
+    assert [p.text for p in inputs.prompts] == ["a dog"] and [p.text for p in inputs.validation_prompts] == ["a cat"]
+    assert [p.index for p in inputs.prompts] == [1], "the row of the table"
+    inputs = preflight(write_world(tmp_path, validation={"prompts": "prompts.txt"}))
+    assert inputs.notes[0].startswith("warning: validation.prompts: 2 of 2 prompts are in data.prompts too")
+    with pytest.raises(ConfigError, match=r"validation\.split: the prompts come from validation\.prompts; leave one"):
+        write_world(tmp_path, validation={"prompts": "prompts.txt", "split": 1})
+    with pytest.raises(ConfigError, match=r"validation\.prompts: required, expected a table of prompts, or validation"):
+        write_world(tmp_path, validation={"every": 2})
+
+
+@pytest.mark.parametrize(
+    ("row", "guidance", "why"),
+    [
+        ({"negative_prompt": "blur"}, 1.0, "negative_prompt: the samples have no unconditional branch; raise the guid"),
+        ({"negative_prompt": 7}, 4.0, "negative_prompt: expected a string, got 7"),
+        ({"video": "a.mp4"}, 4.0, "video: the prompt names one, but model.pipeline 'qwen_image' takes none; leave the"),
+        ({"image": "a.png"}, 4.0, "takes none; leave the column out with data.columns.image=null"),
+        ({"negative_prompt": "blur"}, 4.0, None),
+    ],
+)
+def test_inputs_of_a_row_that_the_family_does_not_take(tmp_path, row, guidance, why):
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    sampling = {"height": 32, "width": 32, "true_cfg_scale": guidance}
+    config = write_world(tmp_path, data={"prompts": "p.jsonl"}, rollout={"sampling": sampling})
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a cat", **row}))
+    if why is None:
+        assert preflight(config).prompts[0].negative_prompt == "blur"
+    else:
+        assert why in (message := refusal(config)) and "p.jsonl:1: " in message
+
+
 @pytest.mark.parametrize(
     ("dtype", "mode", "warned"),
     [("bfloat16", "bypass", True), ("bfloat16", "auto", False), ("float32", "bypass", False)],

@@ -1,0 +1,52 @@
+"""Divides prompts between training and validation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from omni_async.config import ConfigError
+from omni_async.types import Prompt
+
+
+def held_out(prompts: Sequence[Prompt], split: int | float) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the prompts to train on and those to validate, each in order; every prompt keeps its index.
+
+    Prompts of one text are on one side. The side depends on the texts alone, so every attempt of a run has the same.
+
+    Args:
+        prompts: of one table.
+        split: how many prompts to validate: a number, or a share below 1. Copies of the last text are added.
+
+    Raises:
+        ConfigError: no prompt is left to train on."""
+    wanted = split if isinstance(split, int) else max(1, round(split * len(prompts)))
+    copies: dict[str, int] = {}
+    for prompt in prompts:
+        copies[prompt.text] = copies.get(prompt.text, 0) + 1
+    chosen: set[str] = set()
+    number = 0
+    for text in sorted(copies, key=lambda text: blake2b(text.encode(), digest_size=16).digest()):
+        if number >= wanted:
+            break
+        chosen.add(text)
+        number += copies[text]
+    if number == len(prompts):
+        raise ConfigError(
+            f"validation.split: {split} leaves none of the {len(prompts)} prompts to train on, of which {len(copies)}"
+            " differ; lower it"
+        )
+    training = [prompt for prompt in prompts if prompt.text not in chosen]
+    return training, [prompt for prompt in prompts if prompt.text in chosen]
+
+
+def shared_note(training: Sequence[Prompt], validation: Sequence[Prompt]) -> str | None:
+    """Return a warning if prompts of the validation are trained on, with the same images; None if there are none."""
+    trained = {(prompt.text, *(image.digest for image in prompt.images)) for prompt in training}
+    shared = [one for one in validation if (one.text, *(image.digest for image in one.images)) in trained]
+    if not shared:
+        return None
+    return (
+        f"warning: validation.prompts: {len(shared)} of {len(validation)} prompts are in data.prompts too, the first is"
+        f" {shared[0].text[:80]!r}; validation.split in its place holds prompts out"
+    )
