@@ -29,10 +29,12 @@ from omni_async.commands.command_line import GROUPS, print_error
 from omni_async.commands.evaluation.command import add_eval, add_sample
 from omni_async.commands.export.command import add_export
 from omni_async.commands.list_names import add_list
+from omni_async.commands.logs import add_logs
 from omni_async.commands.operate import add_operations
 from omni_async.commands.parity.command import add_parity
 from omni_async.commands.reference import add_docs
 from omni_async.commands.report.command import add_report
+from omni_async.commands.runs import add_runs
 from omni_async.commands.scaffold.command import add_init
 from omni_async.commands.scoring.command import add_score
 from omni_async.commands.serve_reward import add_serve_reward
@@ -81,7 +83,7 @@ class _Program(_Parser):
 # In the order of the program's help.
 _COMMANDS: tuple[Callable[[Any], None], ...] = (
     *(add_init, add_list, add_check, add_train),
-    *(add_operations, add_watch, add_report),
+    *(add_runs, add_operations, add_logs, add_watch, add_report),
     *(add_sample, add_eval, add_export, add_score),
     *(add_simulate, add_tune, add_bench),
     *(add_parity, add_serve_reward, add_docs),

@@ -32,6 +32,7 @@ from omni_async.records.read.next_steps import next_steps
 from omni_async.records.write.attempts import Attempt, Fault
 from omni_async.records.write.console import Console, groups_left_out, validation_lines
 from omni_async.records.write.live_console import for_stream
+from omni_async.records.write.logs import DRIVER, Consoles, LogConsole, log_path
 from omni_async.records.write.memory import MemorySampler
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.sinks.base import About, SinkUnusableError
@@ -83,7 +84,9 @@ def train(inputs: RunInputs, console: Console | None = None) -> Summary:
     run = RunDirectory.create(config, clock) if inputs.run is None else RunDirectory.reopen(inputs.run)
     if inputs.run is None:
         run.append_changes(inputs.start.version, inputs.changes)
-    console = console or for_stream(sys.stdout, config.trainer.updates, inputs.start.version)
+    updates = config.trainer.updates
+    log = LogConsole(log_path(run.logs, DRIVER), updates, clock)
+    console = Consoles(console or for_stream(sys.stdout, updates, inputs.start.version), log)
     console.phase(f"run {run.run_id}")
     for note in inputs.notes:
         console.phase(note)
