@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,7 @@ _OWN_PATHS = {
     "image_reward": ("path", "weights"),
     "hps_v3": ("path", "weights", "question"),
 }
+_INTERPOLATION = re.compile(r"\$\{(?:oc\.)?env[:.](?P<name>\w{1,100})[^{}]{0,100}\}")  # of other programs' recipes
 _LONGEST_CHAIN = 8
 _DEEPEST = 50  # levels of nesting; the schema has five
 _LARGEST_FILE = 2**18  # bytes; PyYAML reads about 100 kB a second
@@ -246,7 +248,8 @@ def _resolved(path: str, given: str, folder: Path, hub: bool) -> str:
 def require_plain_tree(value: Any, path: tuple[str, ...] = ()) -> None:
     """Refuse values that no field accepts, also inside a scorer's free-form options.
 
-    These are nan, infinity, huge integers, texts that cannot be encoded, YAML's rarer types, and deep structures."""
+    These are nan, infinity, huge integers, texts that cannot be encoded or that other programs would replace
+    (`${env:X}`), YAML's rarer types, and deep structures."""
     key_path = ".".join(path)
     if isinstance(value, (dict, list)):
         if len(path) > _DEEPEST:
@@ -259,6 +262,12 @@ def require_plain_tree(value: Any, path: tuple[str, ...] = ()) -> None:
             require_plain_tree(item, (*path, str(key)))
     elif isinstance(value, str) and not _is_encodable(value):
         raise ConfigError(f"{key_path}: half a surrogate pair is no character, got {shown(value)}")
+    elif isinstance(value, str) and (found := _INTERPOLATION.search(value)) is not None:
+        name = found["name"]
+        raise ConfigError(
+            f"{key_path}: {found[0]} is not replaced here; for a credential write {REFERENCE}{name}, for any other"
+            f' value {key_path}="${name}" on the command line'
+        )
     elif isinstance(value, float) and not math.isfinite(value):
         annotation = annotation_at(Config, [*path])
         raise ConfigError(

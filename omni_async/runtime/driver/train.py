@@ -293,8 +293,8 @@ def _farewell(run: RunDirectory, observer: Observer, summary: Summary, sinks: Si
     lines += groups_left_out(counts, summary.reject_reasons, summary.drop_reasons)
     if summary.validation:
         lines += validation_lines(summary.validation, summary.validation_change)
-    names = ("images", "metrics", "ledger", "summary", "profile", "timeline")
-    paths = (run.samples, run.metrics, run.ledger, run.summary, run.profile, run.trace)
+    names = ("images", "metrics", "ledger", "logs", "summary", "profile", "timeline")
+    paths = (run.samples, run.metrics, run.ledger, run.logs, run.summary, run.profile, run.trace)
     files = dict(zip(names, paths, strict=True))
     lines += [f"  {name:<9} {path}" for name, path in files.items() if path.exists()]
     if run.trace.exists():
