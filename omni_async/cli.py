@@ -15,6 +15,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -30,10 +31,12 @@ from omni_async.commands.data.command import add_data
 from omni_async.commands.evaluation.command import add_eval, add_sample
 from omni_async.commands.export.command import add_export
 from omni_async.commands.list_names import add_list
+from omni_async.commands.logs import add_logs
 from omni_async.commands.operate import add_operations
 from omni_async.commands.parity.command import add_parity
 from omni_async.commands.reference import add_docs
 from omni_async.commands.report.command import add_report
+from omni_async.commands.runs import add_runs
 from omni_async.commands.scaffold.command import add_init
 from omni_async.commands.scoring.command import add_score
 from omni_async.commands.serve_reward import add_serve_reward
@@ -43,6 +46,7 @@ from omni_async.commands.tune import add_tune
 from omni_async.commands.watch.command import add_watch
 from omni_async.config import ConfigError
 from omni_async.plugins.entry_points import load_named, not_one_of
+from omni_async.plugins.extras import missing_extra
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,10 +83,13 @@ class _Program(_Parser):
         return "\n".join([*lines, "-h, --help shows this, --version the version.", ""])
 
 
+# `--trainer.updates=3`, as many programs spell it.
+_OVERRIDE = re.compile(r"--[A-Za-z_][\w.]*=.*", re.DOTALL)
+
 # In the order of the program's help.
 _COMMANDS: tuple[Callable[[Any], None], ...] = (
     *(add_init, add_list, add_data, add_check, add_train),
-    *(add_operations, add_watch, add_report),
+    *(add_runs, add_operations, add_logs, add_watch, add_report),
     *(add_sample, add_eval, add_export, add_score),
     *(add_simulate, add_tune, add_bench),
     *(add_parity, add_serve_reward, add_docs),
@@ -99,17 +106,39 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse arguments; accept `key.path=value` after options too, which argparse alone does not."""
+    """Parse arguments; accept `key.path=value` after options too, which argparse alone does not.
+
+    Accepts the spellings `--key.path=value` and, for RECIPE, `--config RECIPE`."""
     parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks for the completions of a line
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     if not (sys.argv[1:] if arguments is None else arguments):
         parser.print_help(sys.stderr)
         parser.exit(2)
-    options, rest = parser.parse_known_args(arguments)
+    options, rest = parser.parse_known_args(_with_recipe(sys.argv[1:] if arguments is None else arguments))
+    if hasattr(options, "overrides"):
+        rest = [word.lstrip("-") if _OVERRIDE.fullmatch(word) else word for word in rest]
     if rest and (not hasattr(options, "overrides") or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        spelt = "; a value of the recipe is key.path=value" if hasattr(options, "overrides") else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{spelt}")
     if rest:
         options.overrides = [*options.overrides, *rest]
     return options
+
+
+def _with_recipe(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments, with `--config RECIPE` of `train` and `check` as the positional RECIPE."""
+    words = [*arguments]
+    if words[:1] not in (["train"], ["check"]):
+        return words
+    for at, word in enumerate(words):
+        if word == "--config" and at + 1 < len(words):
+            return [words[0], words[at + 1], *words[1:at], *words[at + 2 :]]
+        if word.startswith("--config="):
+            return [words[0], word.partition("=")[2], *words[1:at], *words[at + 1 :]]
+    return words
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -146,6 +175,11 @@ def _run(options: argparse.Namespace) -> int:
         return run(options)
     except ConfigError as error:
         print_error(str(error))
+        return 2
+    except ModuleNotFoundError as error:
+        if (missing := missing_extra(error.name)) is None:
+            raise
+        print_error(missing)
         return 2
     except KeyboardInterrupt:
         print_error("left on Ctrl-C; nothing more is written")

@@ -81,7 +81,7 @@ def test_list(capsys):
 
 
 def test_list_recipes(recipe, tmp_path, monkeypatch, capsys):
-    """Lists recipes of the working directory, else the repository's; an installed package has no recipes."""
+    """Lists recipes of the working directory, else the package's: those of the repository, or of a wheel."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["list", "recipes"]) == 0
     heading, *rows = (re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines())
@@ -97,10 +97,12 @@ def test_list_recipes(recipe, tmp_path, monkeypatch, capsys):
     (tmp_path / "recipes" / "broken.yaml").write_text("trainer: {updtes: 1}")
     assert cli.main(["list", "recipes"]) == 0
     assert capsys.readouterr().out.splitlines()[1].startswith("recipes/broken.yaml: cannot be used: trainer.updtes")
-    (tmp_path / "recipes").rename(tmp_path / "others")
-    monkeypatch.setattr(omni_async, "__file__", str(tmp_path / "site-packages" / "omni_async" / "__init__.py"))
-    assert cli.main(["list", "recipes"]) == 2
-    refused(capsys, "list recipes: there is no folder `recipes` here, and an installed package has none")
+    package = tmp_path / "site-packages" / "omni_async"
+    package.mkdir(parents=True)
+    (tmp_path / "recipes").rename(package / "recipes")
+    monkeypatch.setattr(omni_async, "__file__", str(package / "__init__.py"))
+    assert cli.main(["list", "recipes"]) == 0
+    assert f"{package}/recipes/broken.yaml: cannot be used" in capsys.readouterr().out
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
@@ -152,6 +154,20 @@ def refused(capsys: pytest.CaptureFixture[str], *messages: str) -> None:
 def test_wrong_configuration(recipe, capsys, command, override, message):
     assert cli.main([command, recipe, override]) == 2
     refused(capsys, message)
+
+
+@pytest.mark.parametrize(
+    "words", ["RECIPE --trainer.updates=7", "--config RECIPE trainer.updates=7", "--trainer.updates=7 --config=RECIPE"]
+)
+def test_spellings_of_other_programs(recipe, capsys, words):
+    assert cli.main(["check", *(word.replace("RECIPE", recipe) for word in words.split())]) == 0
+    assert "updates: 7" in capsys.readouterr().out
+
+
+def test_an_unknown_option_names_the_right_spelling(recipe, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", recipe, "--trainer.updates", "7"])
+    assert "unrecognized arguments: --trainer.updates 7; a value of the recipe is key" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -290,3 +306,11 @@ def test_nothing_heavy_is_imported(recipe, tmp_path):
     assert lines[0] == lines[-1] == "[]"
     [modules] = [int(line.split()[1]) for line in lines if line.startswith("modules:")]
     assert modules < 700
+
+
+def test_a_shell_completes_commands(tmp_path):
+    pytest.importorskip("argcomplete")
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": "omni-async tr", "COMP_POINT": "13", "_ARGCOMPLETE_IFS": "\n"}
+    where = {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "found"), "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-m", "omni_async.cli"], env=os.environ | asked | where, check=True)
+    assert (tmp_path / "found").read_text().split() == ["train"]

@@ -37,7 +37,7 @@ def test_version_can_be_read() -> None:
 def test_same_install_as_the_makefile() -> None:
     text, makefile = "\n".join(LINES), (ROOT / "Makefile").read_text(encoding="utf-8")
     [torch] = re.findall(r"^TORCH_cuda := (\S+)$", makefile, flags=re.M)
-    assert f'-c constraints.txt "{torch}" -e ".[cuda]"' in text
+    assert f'-c constraints.txt "{torch}" -e ".[cuda,all]"' in text
     headless = "--force-reinstall --no-deps -c constraints.txt opencv-python-headless"
     assert headless in text and headless in makefile
     assert re.search(r"^USER (?!0|root)\S+$", text, flags=re.M)

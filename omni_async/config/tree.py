@@ -47,6 +47,7 @@ _OWN_PATHS = {
 }
 MAPPING = "the recipe"  # names a recipe that is no file in errors
 _FILE = re.compile(r"(.+\.py):[^:]+")
+_INTERPOLATION = re.compile(r"\$\{(?:oc\.)?env[:.](?P<name>\w{1,100})[^{}]{0,100}\}")  # of other programs' recipes
 _LONGEST_CHAIN = 8
 _DEEPEST = 50  # levels of nesting; the schema has five
 _LARGEST_FILE = 2**18  # bytes; PyYAML reads about 100 kB a second
@@ -295,7 +296,8 @@ def _resolved(path: str, given: str, folder: Path, hub: str | None) -> str:
 def require_plain_tree(value: Any, path: tuple[str, ...] = ()) -> None:
     """Refuse values that no field accepts, also inside a scorer's free-form options.
 
-    These are nan, infinity, huge integers, texts that cannot be encoded, YAML's rarer types, and deep structures."""
+    These are nan, infinity, huge integers, texts that cannot be encoded or that other programs would replace
+    (`${env:X}`), YAML's rarer types, and deep structures."""
     key_path = ".".join(path)
     if isinstance(value, (dict, list)):
         if len(path) > _DEEPEST:
@@ -308,6 +310,12 @@ def require_plain_tree(value: Any, path: tuple[str, ...] = ()) -> None:
             require_plain_tree(item, (*path, str(key)))
     elif isinstance(value, str) and not _is_encodable(value):
         raise ConfigError(f"{key_path}: half a surrogate pair is no character, got {shown(value)}")
+    elif isinstance(value, str) and (found := _INTERPOLATION.search(value)) is not None:
+        name = found["name"]
+        raise ConfigError(
+            f"{key_path}: {found[0]} is not replaced here; for a credential write {REFERENCE}{name}, for any other"
+            f' value {key_path}="${name}" on the command line'
+        )
     elif isinstance(value, float) and not math.isfinite(value):
         annotation = annotation_at(Config, [*path])
         raise ConfigError(

@@ -33,6 +33,7 @@ from omni_async.config.redact import REFERENCE, SHORTEST, redact, redact_text, r
 from omni_async.config.tree import file_of
 from omni_async.control.reward_formula import is_asked
 from omni_async.plugins.entry_points import find_point, registered_names
+from omni_async.plugins.extras import missing_extra
 from omni_async.plugins.families import PARTS, MediaShape
 from omni_async.rewards import base, functions
 from omni_async.rewards.base import Scorer, accepted_parts, declared, is_scorer
@@ -160,6 +161,8 @@ def _imported(name: str, module: str, load: Callable[[], Any]) -> Any:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             why = f"there is no {error.name!r} in {_searched()}; start in its folder, or add it to PYTHONPATH"
             raise _refused(name, f"cannot import {module!r}: {why}") from None
+        if (missing := missing_extra(error.name)) is not None:
+            raise _refused(name, missing) from None
         problem: BaseException = error
     except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code; KeyboardInterrupt stays the user's)
         problem = error

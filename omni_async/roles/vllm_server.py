@@ -29,6 +29,7 @@ from omni_async.config.redact import one_line
 from omni_async.config.stages import Server
 from omni_async.config.writing import open_append
 from omni_async.plugins.services import Service, ServiceSite
+from omni_async.records.write.rundir import RunDirectory
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.scorers.model_names import served_names
 from omni_async.rewards.scorers.model_servers import read_body
@@ -67,7 +68,7 @@ class PortTaken(ServerNotStarted):
 def build(context: WorkerContext) -> ServiceHost:
     """Build the worker in its process; the server starts when it does."""
     server = next(one for one in context.config.reward.servers if one.name == context.worker.role)
-    service = VllmServer(context.service_site(), server, context.folder / "servers")
+    service = VllmServer(context.service_site(), server, RunDirectory(context.folder).logs)
     return ServiceHost(context.name, service, context.coordinator)
 
 

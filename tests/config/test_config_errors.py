@@ -173,6 +173,15 @@ def test_wrong_paths(path: str, value: str) -> None:
         ("run={seed: 1, seed: 2}", "override 'run':1:11: not valid YAML: key 'seed' given twice"),
         ("run={1: 2}", "override 'run':1:2: not valid YAML: keys are names, got 1"),
         ("run.name=a\x00b", "override 'run.name': not valid YAML: special characters are not allowed"),
+        # what other programs replace
+        (
+            "data.prompts=${env:DATA}/p.txt",
+            "~: ${env:DATA} is not replaced here; for a credential write env:DATA, for any",
+        ),
+        (
+            "reward.scorers.0.params.key=${oc.env:KEY,none}",
+            'other value reward.scorers.0.params.key="$KEY" on the command line',
+        ),
         # overrides that are none
         *(
             (text, f"override {text!r}: expected key.path=value, e.g. trainer.updates=10")

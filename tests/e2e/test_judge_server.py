@@ -64,7 +64,7 @@ def test_a_run_judged_by_a_vllm_server_that_is_killed_goes_on_with_another(recip
     assert "judge-0: ready at http://***@" in told
     rewards = [line["reward"] for line in job.ledger() if line["event"] == "trained"]
     assert rewards and all(0 <= reward <= 1 for reward in rewards) and len({round(r, 6) for r in rewards}) > 1
-    assert (job.job.run / "servers" / "judge-0.log").stat().st_size > 0
+    assert (job.job.run / "logs" / "judge-0.log").stat().st_size > 0
 
 
 @pytest.mark.slow

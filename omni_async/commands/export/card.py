@@ -12,7 +12,8 @@ from omni_async.commands.command_line import as_markdown
 from omni_async.commands.export.base import CARD
 from omni_async.commands.export.curves import plot_curves
 from omni_async.commands.export.how_to_load import Loading, base_name
-from omni_async.config import ConfigError, resolved_yaml
+from omni_async.commands.export.recipe import portable_recipe
+from omni_async.config import ConfigError
 from omni_async.config.reading import read_file
 from omni_async.config.writing import write_atomic
 from omni_async.config.yaml_text import parse_yaml
@@ -40,7 +41,7 @@ def write_card(folder: Path, chosen: Chosen, policy: str, loading: Loading) -> N
         policy: the exported policy of the checkpoint.
         loading: how to load it."""
     run = read_run(chosen.run.path)
-    write_atomic(folder / _RECIPE, resolved_yaml(chosen.config).encode())
+    write_atomic(folder / _RECIPE, portable_recipe(chosen.config).encode())
     has_curves = plot_curves(folder / _CURVES, run.updates, run.rounds, chosen.version)
     pictures = [*_copy_samples(folder / _SAMPLES, run)]
     base, front = base_name(chosen.base), _front_matter(chosen, loading.relation)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from omni_async.config.writing import replacing
 from omni_async.records.read.rounds import read_rounds
@@ -20,12 +18,17 @@ _LARGEST = 1e100  # an edited file may hold any number, and axes fail if squares
 def plot_curves(
     path: Path, updates: Sequence[Mapping[str, Any]], rounds: Sequence[Mapping[str, Any]], version: int
 ) -> bool:
-    """Write the picture, and return whether there was anything to plot.
+    """Write the picture. Return False if there is nothing to plot, or no matplotlib (the extra `plots`).
 
     Args:
         path: the PNG file.
         updates, rounds: lines of metrics.jsonl.
         version: the exported version, which is marked."""
+    if find_spec("matplotlib") is None:
+        return False
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     lines = [("training", "reward", updates, _UPDATES, "."), ("validation", "validation/reward", rounds, _ROUNDS, "o")]
     figure = Figure(figsize=(7.0, 3.6), layout="constrained")
     axes = figure.subplots()

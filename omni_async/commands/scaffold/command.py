@@ -15,10 +15,12 @@ leave open, with a proposal; without a terminal, or with --yes, it takes the pro
   omni-async init my_recipe.yaml
   omni-async init my_recipe.yaml --model recipes/quickstart/checkpoint --prompts recipes/quickstart/prompts_train.jsonl
   omni-async init my_recipe.yaml --model models/Qwen-Image --prompts posters.txt --reward scene_text --devices 8 --yes
+  omni-async init --from quickstart
   omni-async init my_recipe.yaml --reward pick_score --param path=models/PickScore_v1 rollout.sampling.height=1024
 
-key.path=value sets any value of the recipe. A judge (vlm_judge) takes --param model=FOLDER, which the run then serves,
-or a server's name and --param urls=[http://...].
+--from copies a folder of the recipes that come with omni_async, with its models and prompts, to recipes/ (`omni-async
+list recipes` shows them). key.path=value sets any value of the recipe. A judge (vlm_judge) takes --param
+model=FOLDER, which the run then serves, or a server's name and --param urls=[http://...].
 """
 
 
@@ -26,9 +28,12 @@ def add_init(commands: Any) -> None:
     """Add the command to the command line's subparsers. Imports nothing heavy."""
     purpose = "write a recipe for your model, prompts and reward"
     add = add_command(commands, "init", purpose, _INIT, "omni_async.commands.scaffold.init:init", "start").add_argument
-    add("recipe", type=Path, nargs="?", default=Path("recipe.yaml"), help="file to write (default: recipe.yaml)")
+    add("recipe", type=Path, nargs="?", help="file to write (default: recipe.yaml)")
     more = "values of the recipe (YAML)"
     add("overrides", nargs="*", default=[], metavar="key.path=value", help=more)
+    add(
+        "--from", dest="source", metavar="NAME", help="copy shipped recipes, for example quickstart, and write no other"
+    )
     add("--model", metavar="PATH", help="checkpoint folder in diffusers layout, or owner/name in a hub's cache here")
     add("--prompts", metavar="FILE", help="prompts to train on, .txt or .jsonl")
     more = "prompts that are not trained on (default: for train.txt, test.txt in the same folder)"

@@ -13,6 +13,7 @@ from typing import Any
 
 from omni_async.accelerator import most_accelerators
 from omni_async.algorithms.registry import Objective, find_objective, objective_names
+from omni_async.commands.command_line import print_line
 from omni_async.commands.scaffold.asking import Questions
 from omni_async.commands.scaffold.commented import commented_yaml
 from omni_async.commands.scaffold.proposals import (
@@ -24,6 +25,7 @@ from omni_async.commands.scaffold.proposals import (
     read_prompts,
 )
 from omni_async.commands.scaffold.recipe import REASONS, Answers, Reward, Tree, compose
+from omni_async.commands.scaffold.shipped import copy_recipes
 from omni_async.config import Config, ConfigError, load, stages
 from omni_async.config.load import decode
 from omni_async.config.section import size_text
@@ -42,7 +44,14 @@ _MOST_DEVICES = 10_000
 
 def init(options: argparse.Namespace) -> int:
     """Write the recipe and print the next commands. Raises ConfigError, one line, for any error."""
-    recipe: Path = options.recipe
+    if options.source is not None:
+        if options.recipe is not None or options.overrides:
+            raise ConfigError(
+                f"--from {options.source}: copies recipes as they are; leave out RECIPE and key.path=value"
+            )
+        return print_line(copy_recipes(options.source))
+    recipe: Path = options.recipe or Path("recipe.yaml")
+    options.recipe = recipe
     if recipe.exists():
         raise ConfigError(f"{recipe}: is there already; name another file, or remove it")
     answers, prompts = _answers(options, Questions(options.ask))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 
-import omni_async
+from omni_async.commands.scaffold.shipped import find_recipes
 from omni_async.config import Config, ConfigError, load
 from omni_async.config.reading import read_file
 from omni_async.config.redact import one_line
@@ -22,7 +22,7 @@ _LARGEST = 2**18  # bytes, the same limit as for a recipe that is trained
 def recipe_lines(folder: Path | None = None) -> Iterator[str]:
     """Yield the lines of a table of all recipes in `folder`; None: the folder from `find_recipes`.
 
-    Lists files that are no recipes with the reason. Raises ConfigError, one line, if no folder is found."""
+    Lists files that are no recipes with the reason."""
     folder = find_recipes() if folder is None else folder
     rows: list[tuple[str, ...]] = [_HEADINGS]
     refused: list[str] = []
@@ -33,19 +33,6 @@ def recipe_lines(folder: Path | None = None) -> Iterator[str]:
             refused.append(one_line(f"{path}: cannot be used: {str(error).removeprefix(f'{path}: ')}"))
     yield from columns(rows)
     yield from refused
-
-
-def find_recipes() -> Path:
-    """Return the folder `recipes` in the working directory or, for an editable install, in its repository."""
-    here, repository = Path("recipes"), Path(omni_async.__file__).parents[1]
-    if here.is_dir():
-        return here
-    if (repository / "pyproject.toml").is_file() and (repository / "recipes").is_dir():
-        return repository / "recipes"
-    raise ConfigError(
-        "list recipes: there is no folder `recipes` here, and an installed package has none; start it in a clone of the"
-        " repository, or write a recipe with `omni-async init`"
-    )
 
 
 def _row(path: Path, config: Config) -> tuple[str, ...]:

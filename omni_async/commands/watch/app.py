@@ -24,8 +24,10 @@ from omni_async.commands.report.file import PAGE
 from omni_async.commands.watch.actions import Asked
 from omni_async.commands.watch.guard import HEADERS, Guard, Refused
 from omni_async.commands.watch.live import LiveRun, TooManyViewers
+from omni_async.commands.watch.lives import Lives
 from omni_async.config.reading import TooLargeError, open_file, require_within
 from omni_async.config.redact import one_line, redact_text
+from omni_async.records.read.logs import logs_of, read_log
 from omni_async.records.write.files import read_foreign
 from omni_async.records.write.rundir import RunDirectory, RunDirectoryError
 from omni_async.rewards.server.connections import send_continue
@@ -35,6 +37,7 @@ T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+_STREAM = {**HEADERS, "Content-Type": "text/event-stream"}
 _MEDIA_TYPES = {"png": "image/png", "mp4": "video/mp4", "wav": "audio/wav"}
 _SAMPLE = re.compile(r"(train|validation)-\d{6,9}(-\d{2,4})?\.(png|mp4|wav)")
 _LARGEST = 16 * 1024
@@ -44,7 +47,8 @@ _MOST_BOXES = 6000
 _MOST_COLUMNS, _MOST_LANES, _MOST_SHARES = 8000, 1000, 1_000_000
 _MOST_GROUP = 10**9
 _WRITE_S = 30.0  # a viewer that takes no data for so long is dropped to make room for another
-_OWN_SCRIPTS = ("live.js", "login.js")
+_OWN_SCRIPTS = ("live.js", "login.js", "folder.js")
+_MOST_LINES = 500  # of a log
 
 
 class Window(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"since": "from", "until": "to"}):
@@ -79,13 +83,15 @@ class _Row(msgspec.Struct):
 class WatchApp:
     """The routes of a page."""
 
-    def __init__(self, live: LiveRun, guard: Guard) -> None:
-        self._live = live
+    def __init__(self, lives: Lives, guard: Guard) -> None:
+        self._lives = lives
         self._guard = guard
         index = (PAGE / "index.html").read_text(encoding="utf-8")
         self._index = index.replace("<!-- policy -->", "").replace("<!-- boot -->", '<script src="live.js"></script>')
-        login = (PAGE / "login.html").read_text(encoding="utf-8")
-        self._login_page = f"{self._index.partition('<body>')[0]}<body>\n{login}</body>\n</html>\n"
+        self._login_page, self._folder_page = (
+            f"{self._index.partition('<body>')[0]}<body>\n{(PAGE / name).read_text(encoding='utf-8')}</body>\n</html>\n"
+            for name in ("login.html", "folder.html")
+        )
         named = re.findall(r'(?:src|href)="([\w./-]+\.(?:js|css))"', index)
         self._assets = {name: PAGE / name for name in (*named, *_OWN_SCRIPTS)}
 
@@ -101,14 +107,20 @@ class WatchApp:
             "/api/report": self._report,
             "/api/window": self._window,
             "/api/group/{group:[0-9]{1,9}}": self._group,
+            "/api/log/{worker}": self._log,
             "/samples/{name}": self._sample,
+            **{f"/{name}": self._asset for name in self._assets},
         }
-        for path, handler in gets.items():
+        prefix = self._lives.prefix
+        all_gets = {f"{prefix}{path}": handler for path, handler in gets.items()}
+        if not self._lives.is_one:
+            assets = {f"/{name}": self._asset for name in self._assets if "/" not in name}
+            all_gets |= {"/": self._folder, "/api/runs": self._runs, **assets}
+            app.router.add_post("/login", self._login)
+        for path, handler in all_gets.items():
             app.router.add_get(path, handler, allow_head=False)
-        for name in self._assets:
-            app.router.add_get(f"/{name}", self._asset, allow_head=False)
-        app.router.add_post("/login", self._login)
-        app.router.add_post("/api/act", self._act)
+        app.router.add_post(f"{prefix}/login", self._login)
+        app.router.add_post(f"{prefix}/api/act", self._act)
         return app
 
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -117,8 +129,9 @@ class WatchApp:
             now = time.monotonic()
             has_token = self._guard.knows(request, now)
             self._guard.require_allowed(request, has_token, now)
-            known = has_token or request.path == "/login" or request.path[1:] in self._assets
-            if not known and request.path == "/":
+            rest = self._lives.rest(request.path)
+            known = has_token or rest == "login" or rest in self._assets
+            if not known and not rest:
                 return self._html(self._login_page, 401)
             if not known:
                 raise Refused(401, "a token is needed")
@@ -140,10 +153,20 @@ class WatchApp:
         return web.Response(text=text, status=status, content_type="text/html", charset="utf-8", headers=HEADERS)
 
     async def _page(self, request: web.Request) -> web.Response:
+        await self._lives.of(request)
         return self._html(self._index)
 
+    async def _folder(self, request: web.Request) -> web.Response:
+        return self._html(self._folder_page)
+
+    async def _runs(self, request: web.Request) -> web.Response:
+        try:
+            return _json(await self._lives.listed())
+        except OSError as error:
+            raise Refused(500, f"the folder cannot be read: {error.strerror}") from None
+
     async def _asset(self, request: web.Request) -> web.Response:
-        path = self._assets[request.path[1:]]
+        path = self._assets[self._lives.rest(request.path)]
         content = await in_daemon_thread(path.read_bytes)
         return web.Response(body=content, content_type=_TYPES[path.suffix], charset="utf-8")
 
@@ -160,9 +183,9 @@ class WatchApp:
         found = _SAMPLE.fullmatch(name)
         if found is None:
             raise Refused(404, "there is no such sample")
-        part = _part_of(request)
+        part, run = _part_of(request), (await self._lives.of(request)).run
         try:
-            content, begin, size = await in_daemon_thread(lambda: _sample_of(self._live.run, name, part or slice(None)))
+            content, begin, size = await in_daemon_thread(lambda: _sample_of(run, name, part or slice(None)))
         except OSError as error:
             raise Refused(404, f"there is no such sample: {error.strerror}") from None
         headers = {"Accept-Ranges": "bytes"}
@@ -176,11 +199,11 @@ class WatchApp:
     # ---- content ----------------------------------------------------------------------------------------------------
 
     async def _report(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._live.report, content_type="application/json")
+        return web.Response(body=(await self._lives.of(request)).report, content_type="application/json")
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
-        async with contextlib.aclosing(self._live.messages()) as messages:
+        response, live = web.StreamResponse(headers=_STREAM), await self._lives.of(request)
+        async with contextlib.aclosing(live.messages()) as messages:
             try:
                 first = await anext(messages)
             except TooManyViewers:
@@ -194,7 +217,7 @@ class WatchApp:
 
     async def _window(self, request: web.Request) -> web.Response:
         asked = _query(request, Window)
-        spans = self._live.follower.spans
+        spans = (await self._lives.of(request)).follower.spans
         lanes = len(spans.lanes())
         first, last = min(asked.first, lanes), min(asked.last, lanes)
         origin = spans.start
@@ -218,7 +241,8 @@ class WatchApp:
 
     async def _group(self, request: web.Request) -> web.Response:
         group = int(request.match_info["group"])
-        follower = self._live.follower
+        live = await self._lives.of(request)
+        follower = live.follower
         entry = follower.ledger_line(group) if group < _MOST_GROUP else None
         number = None if entry is None else entry.prompt
         spans = follower.spans_of(group, number)
@@ -240,21 +264,22 @@ class WatchApp:
                 }
                 for span, lane in spans
             ],
-            "media": [] if entry is None or text is None else self._media(entry.trained_version, text),
+            "media": [] if entry is None or text is None else _media(live, entry.trained_version, text),
         }
         return _json(answer)
 
-    def _media(self, version: int | None, prompt: str) -> list[dict[str, str]]:
-        """Return the samples of a prompt that its update showed, if any. `prompt`: the beginning of its text."""
-        run = self._live.run
-        if version is None or ("train", version) not in self._live.follower.samples:
-            return []
-        rows, _ = read_foreign(run.samples / f"train-{version:06d}.jsonl", _Row, run.path, most=_MOST_ROWS)
-        return [
-            {"src": f"samples/{row.image}"}
-            for row in rows
-            if row.prompt[:SHOWN_OF_PROMPT] == prompt and _SAMPLE.fullmatch(row.image)
-        ]
+    async def _log(self, request: web.Request) -> web.Response:
+        """Return the last lines of a worker's log. Needs the key: a process may print anything."""
+        self._guard.require_key(request)
+        run = (await self._lives.of(request)).run
+        path = logs_of(run).get(request.match_info["worker"])
+        if path is None:
+            raise Refused(404, "there is no such log")
+        try:
+            found = await in_daemon_thread(read_log, path, run.path)
+        except OSError as error:
+            raise Refused(404, f"the log cannot be read: {error.strerror}") from None
+        return _json(found.lines[-_MOST_LINES:])
 
     # ---- buttons ----------------------------------------------------------------------------------------------------
 
@@ -263,7 +288,7 @@ class WatchApp:
         self._guard.require_key(request)
         asked = await _body(request, Asked)
         try:
-            action = await self._live.actions.do(asked, request.remote or "")
+            action = await (await self._lives.of(request)).actions.do(asked, request.remote or "")
         except RunDirectoryError as error:
             raise Refused(500, f"it was done, and could not be recorded: {error}") from None
         return _json({"result": action.result})
@@ -283,6 +308,19 @@ def _part_of(request: web.Request) -> slice | None:
         return request.http_range
     except ValueError:  # another unit, or several ranges
         return None
+
+
+def _media(live: LiveRun, version: int | None, prompt: str) -> list[dict[str, str]]:
+    """Return the samples of a prompt that its update showed, if any. `prompt`: the beginning of its text."""
+    run = live.run
+    if version is None or ("train", version) not in live.follower.samples:
+        return []
+    rows, _ = read_foreign(run.samples / f"train-{version:06d}.jsonl", _Row, run.path, most=_MOST_ROWS)
+    return [
+        {"src": f"samples/{row.image}"}
+        for row in rows
+        if row.prompt[:SHOWN_OF_PROMPT] == prompt and _SAMPLE.fullmatch(row.image)
+    ]
 
 
 def _sample_of(run: RunDirectory, name: str, part: slice) -> tuple[bytes, int, int]:

@@ -18,9 +18,11 @@ does, a group's way from prompt to update, alerts, and all of the report. It als
 
   omni-async watch
   omni-async watch runs/quickstart-20260101-120000 --port 8710
+  omni-async watch runs/
 
-It listens on this machine alone. From elsewhere, use a tunnel: `ssh -L 8710:localhost:8710 MACHINE` there, and open
-the link that this command prints. Another --host needs a token, which browsers are asked for:
+The last one lists all runs in that folder, with a page for each. The command listens on this machine alone. From
+elsewhere, use a tunnel: `ssh -L 8710:localhost:8710 MACHINE` there, and open the link that this command prints. Another
+--host needs a token, which browsers are asked for:
 
   omni-async watch --host 0.0.0.0 --token env:WATCH_TOKEN
 
@@ -40,7 +42,9 @@ def add_watch(commands: Any) -> None:
         f"{__name__}:watch",
         "look at a run, and steer it",
     )
-    parser.add_argument("run", nargs="?", type=Path, help="a run folder (default: the newest in runs/)")
+    parser.add_argument(
+        "run", nargs="?", type=Path, help="a run folder, or a folder of runs (default: the newest run in runs/)"
+    )
     parser.add_argument("--port", type=int, default=_PORT, help=f"to listen at; 0: a free one (default: {_PORT})")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
     parser.add_argument("--token", metavar="env:NAME", help="the environment variable with the secret of viewers")
@@ -51,13 +55,14 @@ def watch(options: argparse.Namespace) -> int:
     from omni_async.rewards.server.listener import read_token, require_token
 
     folder = newest(_RUNS) if options.run is None else options.run
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"{folder} is not a run folder: it has no config.yaml")
+    is_one = (folder / "config.yaml").is_file()
+    if not is_one and not any(folder.glob("*/config.yaml")):
+        raise ConfigError(f"{folder} is not a run folder, which has a config.yaml, and contains none")
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port: {options.port}: expected 0 to 65535")
     token = read_token(options.token, "--token")
     require_token(options.host, token, "--host", "--token")
-    return asyncio.run(_serve(real_path(folder), options.host, options.port, token))
+    return asyncio.run(_serve(real_path(folder), options.host, options.port, token, is_one))
 
 
 def newest(runs: Path) -> Path:
@@ -68,14 +73,14 @@ def newest(runs: Path) -> Path:
     return max(found, key=lambda path: (path / "config.yaml").stat().st_mtime)
 
 
-async def _serve(folder: Path, host: str, port: int, token: str | None) -> int:
+async def _serve(folder: Path, host: str, port: int, token: str | None, is_one: bool = True) -> int:
     from omni_async.commands.watch.serve import serving
     from omni_async.rewards.server.listener import end_signal
 
     # aiohttp logs each non-HTTP request with its traceback, so strangers could fill the log.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").addFilter(Once("socket.accept() out of system resource"))
-    async with serving(folder, host, port, token) as (address, key):
+    async with serving(folder, host, port, token, is_one) as (address, key):
         ended = end_signal()
         print_line(
             f"watching {folder.name} at {address}/#{key}" if token is None else f"watching {folder.name} at {address}"

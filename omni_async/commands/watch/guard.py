@@ -87,7 +87,7 @@ class Guard:
             if origin not in (f"http://{hosts[0]}", f"https://{hosts[0]}"):
                 raise Refused(403, "a page from elsewhere may not ask")
         site, mode = request.headers.get("Sec-Fetch-Site", "none"), request.headers.get("Sec-Fetch-Mode", "")
-        if site not in ("none", "same-origin") and not (mode == "navigate" and request.path == "/"):
+        if site not in ("none", "same-origin") and not (mode == "navigate" and request.path.endswith("/")):
             raise Refused(403, "a page from elsewhere may not ask")
 
     def _is_own_name(self, host: str) -> bool:

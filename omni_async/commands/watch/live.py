@@ -28,6 +28,7 @@ from omni_async.commands.watch.now import now_section, require_answer
 from omni_async.commands.watch.report_sections import FRUGAL, Sections
 from omni_async.records.read.alerts import alerts
 from omni_async.records.read.follow import Follower
+from omni_async.records.read.logs import logs_of
 from omni_async.records.read.record import RunStatus, run_status
 from omni_async.records.read.seen import seen_of
 from omni_async.records.write.rundir import RunDirectory
@@ -181,7 +182,7 @@ class LiveRun:
             "version": __version__,
             "made": f"live, {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}",
             "runs": [run],
-            "sections": [now, self._lanes()],
+            "sections": [now, self._lanes(), *self._logs()],
         }
         return as_json({"page": page, "report": self.report_number})
 
@@ -203,6 +204,13 @@ class LiveRun:
         if not len(spans):
             blocks = [{"kind": "text", "text": "No spans yet.", "tone": "nothing"}]
         return {"id": "lanes", "title": "What every worker does", "lead": "", "blocks": blocks, "tabs": []}
+
+    def _logs(self) -> list[dict[str, Any]]:
+        """Return the section with the logs, which the page requests one by one; empty for a run without any."""
+        if not (names := [*logs_of(self.run)]):
+            return []
+        block = {"kind": "logs", "id": "logs-live", "title": "Printed by a worker", "workers": names}
+        return [{"id": "logs", "title": "Logs", "lead": "", "blocks": [block], "tabs": []}]
 
     async def messages(self) -> AsyncGenerator[bytes]:
         """Yield messages, only the newest if a viewer is slow, and b"" every `_BEAT_S` seconds without news.

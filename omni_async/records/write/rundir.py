@@ -70,6 +70,7 @@ class RunDirectory:
         self.profile = path / "profile.json"
         self.samples = path / "samples"
         self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"  # of the console and the workers
         self.weights = path / "weights"  # published versions, with `weights.transport: disk`
         self.control = path / "control.sock"  # a running run listens there
 
@@ -113,7 +114,7 @@ class RunDirectory:
 
     def problem(self) -> str | None:
         """Report a subfolder that a run cannot write into; None if all are fine. A link may lead anywhere."""
-        for folder in (self.samples, self.checkpoints, self.weights):
+        for folder in (self.samples, self.checkpoints, self.weights, self.logs):
             if folder.is_symlink():
                 return f"{folder} is a link; the whole run folder may be one instead"
             if folder.exists() and not folder.is_dir():

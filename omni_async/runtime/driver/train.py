@@ -33,6 +33,7 @@ from omni_async.records.read.next_steps import next_steps
 from omni_async.records.write.attempts import Attempt, Fault
 from omni_async.records.write.console import Console, groups_left_out, validation_lines
 from omni_async.records.write.live_console import for_stream
+from omni_async.records.write.logs import DRIVER, Consoles, LogConsole, log_path
 from omni_async.records.write.memory import MemorySampler
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.sinks.base import About, SinkUnusableError
@@ -127,7 +128,9 @@ def train(
     run = RunDirectory.create(config, clock) if inputs.run is None else RunDirectory.reopen(inputs.run)
     if inputs.run is None:
         run.append_changes(inputs.start.version, inputs.changes)
-    console = console or for_stream(sys.stdout, config.trainer.updates, inputs.start.version)
+    updates = config.trainer.updates
+    log = LogConsole(log_path(run.logs, DRIVER), updates, clock)
+    console = Consoles(console or for_stream(sys.stdout, updates, inputs.start.version), log)
     begun(run)
     console.phase(f"run {run.run_id}")
     for note in (*inputs.notes, *(f"{name} has no import path: {_FROM_PYTHON} resumes the run" for name in names)):
@@ -346,8 +349,8 @@ def _farewell(run: RunDirectory, observer: Observer, summary: Summary, sinks: Si
     lines += groups_left_out(counts, summary.reject_reasons, summary.drop_reasons)
     if summary.validation:
         lines += validation_lines(summary.validation, summary.validation_change)
-    names = ("images", "metrics", "ledger", "summary", "profile", "timeline")
-    paths = (run.samples, run.metrics, run.ledger, run.summary, run.profile, run.trace)
+    names = ("images", "metrics", "ledger", "logs", "summary", "profile", "timeline")
+    paths = (run.samples, run.metrics, run.ledger, run.logs, run.summary, run.profile, run.trace)
     files = dict(zip(names, paths, strict=True))
     lines += [f"  {name:<9} {path}" for name, path in files.items() if path.exists()]
     if run.trace.exists():

@@ -29,6 +29,7 @@ from omni_async.config import ConfigError
 from omni_async.config.ray_cluster import cluster_address
 from omni_async.config.role_table import RoleSpec
 from omni_async.plugins.entry_points import load_named
+from omni_async.records.write.logs import capture_output, log_path
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.roles.builders import WorkerContext
 from omni_async.roles.inputs import RunInputs
@@ -302,6 +303,7 @@ def _build_there(
 ) -> Any:
     """Build a role in its actor's process. `host`: the address to listen at; None: its machine's address."""
     host = host or ray.util.get_node_ip_address()
+    capture_output(log_path(RunDirectory(folder).logs, str(worker)))
     return load_named(path)(WorkerContext(worker, inputs, folder, RayStore(), peers, host, own_process=True))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import socket
 import threading
 import time
@@ -125,6 +126,7 @@ def _start(cpus: int, timeout_s: float, stop: threading.Event, store_bytes: int 
                 raise StartError(
                     f"Ray did not start within {often}: {reason}; is the machine overloaded? Its {logs}"
                 ) from error
+            shutil.rmtree(local.folder, ignore_errors=True)
             left = deadline - time.monotonic()
             logger.warning("Ray did not start (%s); trying again, for up to %.0f s more", reason, left)
             stop.wait(_PAUSE_S)

@@ -99,7 +99,7 @@ def tell(answers: IO[str], **answer: Any) -> None:
 def end(folder: Path, code: int) -> NoReturn:
     """Kill every process that was started here, including actors and their children.
 
-    Only log files are kept, not spilled objects."""
+    Removes the folder of this Ray, or keeps its logs if Ray was lost or did not start (`code` 1)."""
     family = psutil.Process().children(recursive=True)
     for process in family:
         try:
@@ -107,6 +107,8 @@ def end(folder: Path, code: int) -> NoReturn:
         except psutil.Error:
             continue  # the process has already ended
     psutil.wait_procs(family, timeout=5)
+    if code == 0:
+        shutil.rmtree(folder.parent, ignore_errors=True)
     for session in folder.glob("session_*"):
         if not session.is_symlink():
             for path in session.iterdir():

@@ -42,7 +42,7 @@ class LocalRay:
     """A Ray on this machine, started at once with `cpus` CPUs; `address` waits for it.
 
     `store_bytes`: size of its object store; None: Ray's choice. `folder` contains its logs; no other user may read it.
-    """
+    It stays only if Ray is lost or does not start."""
 
     def __init__(self, cpus: int, store_bytes: int | None = None) -> None:
         use_a_token()

@@ -11,6 +11,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,7 @@ from omni_async.data.prompts import PromptCheck, load_prompts
 from omni_async.data.split import held_out, shared_note
 from omni_async.performance.law import unmeasured, with_estimates
 from omni_async.performance.profile import Payload, load_profile, require_room
+from omni_async.plugins.extras import missing_extra
 from omni_async.plugins.families import PipelineFamily, SamplingSpec, find_family
 from omni_async.plugins.programs import find_program
 from omni_async.records.write.sinks.registry import require_usable
@@ -100,6 +102,7 @@ def _preflight(config: Config, elsewhere: bool) -> RunInputs:
         )
     buckets = {f"rollout.buckets.{i}.sampling": bucket.sampling for i, bucket in enumerate(config.rollout.buckets)}
     specs = {"rollout.sampling": config.rollout.sampling, **buckets}
+    _check_media(specs)
     check_checkpoint(Path(config.model.path), family, specs)
     taught: dict[str, SamplingSpec] = {}
     if (teacher := config.algorithm.teacher) is not None:
@@ -177,6 +180,15 @@ def _check_scorers(config: Config) -> list[PromptCheck]:
         if check is not None:
             asked.append(check)
     return [*asked, RewardFormula(config.reward).missing]
+
+
+def _check_media(specs: Mapping[str, SamplingSpec]) -> None:
+    """Refuse media that this environment lacks a package for. `specs`: by the recipe's key."""
+    packages = {"video": "av", "audio": "soundfile"}
+    for where, spec in specs.items():
+        for part in (shape.part for shape in spec.media()):
+            if part in packages and find_spec(packages[part]) is None:
+                raise ConfigError(f"{where}: this model makes {part}, and {missing_extra(packages[part])}")
 
 
 def _check_program(config: Config, family: PipelineFamily) -> list[PromptCheck]:

@@ -24,7 +24,7 @@ from omni_async.commands.export import folder as export_folder
 from omni_async.commands.export.adapter import FILE, OTHER_TOOLS, Adapter
 from omni_async.commands.export.card import card_of
 from omni_async.commands.export.curves import plot_curves
-from omni_async.config import ConfigError
+from omni_async.config import ConfigError, load
 from omni_async.training.loading import open_tensors
 from tests.commands.export.export_world import (
     VERSION,
@@ -155,6 +155,10 @@ def test_the_card(trained, lora, tmp_path):
     exported(lora.run, "--out", tmp_path / "adapters")
     for name in ("out", "adapters"):  # cards are read elsewhere
         code = (tmp_path / name / "README.md").read_text().split("```")[1]
+        recipe = (tmp_path / name / "recipe.yaml").read_text()
+        assert str(tmp_path.parents[1]) not in recipe and load(tmp_path / name / "recipe.yaml").model.path.endswith(
+            "/base"
+        )
         assert str(tmp_path.parents[1]) not in code and code.count('"path/to/this/folder"') == 1
     assert front_matter(tmp_path / "adapters")["license"] == "unknown"
     assert "The licence is not known" in (tmp_path / "adapters/README.md").read_text()

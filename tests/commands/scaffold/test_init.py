@@ -279,3 +279,31 @@ def test_devices_are_shared_out_by_the_work_of_either_half():
         split = share_out(devices, Reward("pick_score", {}, "model"))
         assert split.rollout + split.trainer + split.reward == devices and split.reward == (devices > 2)
         assert min(split.rollout, split.trainer) >= 1 and abs(8 * split.rollout - 10 * split.trainer) <= 10
+
+
+@pytest.mark.parametrize(
+    ("name", "folders"), [("quickstart", {"quickstart"}), ("emulated", {"emulated", "quickstart"})]
+)
+def test_shipped_recipes_are_copied(tmp_path, monkeypatch, capsys, name, folders):
+    """With the folders that they extend, so that they load."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init", "--from", name]) == 0
+    assert f"omni-async train recipes/{name}/" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "recipes").iterdir()} >= folders
+    for recipe in (tmp_path / "recipes" / name).glob("*.yaml"):
+        load(recipe)
+    assert cli.main(["init", "--from", name]) == 2
+    assert f"recipes/{name}: is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--from", "quickstrat"], "did you mean 'quickstart'?"),
+        (["mine.yaml", "--from", "quickstart"], "leave out RECIPE"),
+    ],
+)
+def test_wrong_copies(tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init", *arguments]) == 2
+    assert said in capsys.readouterr().err and not [*tmp_path.iterdir()]

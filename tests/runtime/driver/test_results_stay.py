@@ -71,7 +71,10 @@ class Job:
 
     def files(self) -> dict[str, bytes]:
         """Reads every file but the list of attempts."""
-        found = {path for path in self.run.path.rglob("*") if path.is_file()} - {self.run.attempts}
+        found = {path for path in self.run.path.rglob("*") if path.is_file()} - {
+            self.run.attempts,
+            *self.run.logs.iterdir(),
+        }
         return {str(path.relative_to(self.run.path)): path.read_bytes() for path in found}
 
     def lines(self, name: str) -> list[dict[str, Any]]:

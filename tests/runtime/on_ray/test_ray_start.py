@@ -157,25 +157,27 @@ def test_the_folder_of_a_ray(tmp_path, monkeypatch):
     assert folder.parent == Path("/tmp") and folder.name.startswith("omni-async-")
 
 
-def test_no_dashboard_is_started_and_only_logs_stay(tmp_path, monkeypatch):
-    asked: dict[str, object] = {}
+def test_no_dashboard_is_started_and_only_logs_of_a_lost_ray_stay(tmp_path, monkeypatch):
+    folder, asked = tmp_path / "omni-async-1" / "r", dict[str, object]()
 
     def init(**options: object) -> SimpleNamespace:
         asked.update(options)
         return SimpleNamespace(address_info={"gcs_address": "here"})
 
     monkeypatch.setattr("ray.init", init)
-    assert head.start(1, tmp_path / "r") == "here" and asked["object_store_memory"] is None
-    assert head.start(1, tmp_path / "r", 2**30) == "here" and asked["object_store_memory"] == 2**30
-    assert asked["include_dashboard"] is False and asked["_temp_dir"] == str(tmp_path / "r")
+    assert head.start(1, folder) == "here" and asked["object_store_memory"] is None
+    assert head.start(1, folder, 2**30) == "here" and asked["object_store_memory"] == 2**30
+    assert asked["include_dashboard"] is False and asked["_temp_dir"] == str(folder)
     for name in ("logs/raylet.out", "sockets/raylet", "spilled/object"):
-        (tmp_path / "r" / "session_1" / name).parent.mkdir(parents=True)
-        (tmp_path / "r" / "session_1" / name).touch()
+        (folder / "session_1" / name).parent.mkdir(parents=True)
+        (folder / "session_1" / name).touch()
     childless = SimpleNamespace(children=lambda recursive: [])
     monkeypatch.setattr(head, "psutil", SimpleNamespace(**vars(psutil) | {"Process": lambda: childless}))
     monkeypatch.setattr(head.os, "_exit", lambda code: None)
-    head.end(tmp_path / "r", 0)
+    head.end(folder, 1)
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["raylet.out"]
+    head.end(folder, 0)
+    assert not folder.parent.exists() and (tmp_path / "rays").is_dir()
 
 
 def ray_cluster_of(folder: Path) -> RayCluster:

@@ -5,6 +5,7 @@ omniAsync.live = (() => {
   const { element } = omniAsync.elements;
   const KEY = "omni-async-key";
   const RETRY_MS = 5000;
+  const LOG_MS = 2000;
 
   const hash = location.hash.slice(1);
   if (/^[\w-]{40,}$/.test(hash)) {
@@ -133,7 +134,41 @@ omniAsync.live = (() => {
     };
   }
 
-  Object.assign(omniAsync.tables, { meters, pictures, actions });
+  /** Show the last lines of the chosen worker's log, asked for again while the card is open. */
+  function logs() {
+    const [pick, text] = [element("select", { id: "log-of" }), element("pre", { className: "log", tabIndex: 0, role: "log", "aria-label": "Lines of the log" })];
+    const details = element("details", {}, element("summary", {}, "Show"), element("label", { htmlFor: pick.id }, "Worker "), pick, text);
+    const { box, head } = card(details);
+    box.classList.add("wide");
+
+    async function refresh() {
+      if (!details.open || !pick.value) return;
+      try {
+        const headers = { "X-Omni-Async-Key": sessionStorage.getItem(KEY) ?? "" };
+        const lines = await answered(await fetch(`api/log/${encodeURIComponent(pick.value)}`, { headers }));
+        const isAtEnd = text.scrollHeight - text.scrollTop - text.clientHeight < 20;
+        text.textContent = lines.join("\n");
+        if (isAtEnd) text.scrollTop = text.scrollHeight;
+      } catch (error) {
+        text.textContent = error.message;
+      }
+    }
+
+    setInterval(refresh, LOG_MS);
+    details.addEventListener("toggle", refresh);
+    pick.addEventListener("change", refresh);
+    return {
+      element: box,
+      update(data) {
+        head(data);
+        const chosen = pick.value;
+        pick.replaceChildren(...data.workers.map((worker) => element("option", { value: worker }, worker)));
+        if (data.workers.includes(chosen)) pick.value = chosen;
+      },
+    };
+  }
+
+  Object.assign(omniAsync.tables, { meters, pictures, actions, logs });
 
   // ---- news ---------------------------------------------------------------------------------------------------------
 

@@ -96,10 +96,10 @@ class MlflowSink(Sink):
 
     @property
     def where(self) -> str:
-        """The shell command that shows the run, or the address to open if the run is on a server."""
+        """The shell command for the user interface, and the run's address in it; on a server, the address alone."""
         if not self.run_id or self._uri.startswith(_SERVER):
             return self.run_url if self.run_id else ""
-        return f"{command_of('mlflow')} ui --backend-store-uri {shlex.quote(self._shown)}"
+        return f"{command_of('mlflow')} ui --backend-store-uri {shlex.quote(self._shown)}  # then {self.run_url}"
 
     def metrics(self, numbers: dict[str, float], step: int, seconds: float) -> None:
         from mlflow.entities import Metric

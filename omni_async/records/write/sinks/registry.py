@@ -13,6 +13,7 @@ from typing import Any
 from omni_async.config import Config, ConfigError
 from omni_async.config.redact import redact_text, with_secrets
 from omni_async.config.schema import Tracking
+from omni_async.plugins.extras import missing_extra
 from omni_async.records.write.sinks.base import About, Ended, Sink, SinkUnusableError
 from omni_async.records.write.sinks.feed import Sinks
 from omni_async.records.write.sinks.late import LateSink
@@ -42,9 +43,8 @@ def require_usable(config: Config, installed: Callable[[str], object] = find_spe
     for name in enabled(config.tracking):
         package = _SINKS[name][1]
         if installed(package) is None:
-            raise ConfigError(
-                f"tracking.{name}.enabled: the package {package} is not installed; pip install 'omni-async[sinks]'"
-            )
+            off = f", or set tracking.{name}.enabled=false" if name == "mlflow" else ""
+            raise ConfigError(f"tracking.{name}.enabled: {missing_extra(package)}{off}")
         try:
             with_secrets(getattr(config.tracking, name), f"tracking.{name}")
         except ValueError as error:

@@ -81,7 +81,7 @@ def test_a_run_comes_back_from_the_local_store(runs: Path, tmp_path: Path, capfd
     assert Image.open(store.download_artifacts(sink.run_id, files[-1], str(tmp_path))).getpixel((5, 5)) == RED
     program, _, arguments = sink.where.partition(" ")
     assert shutil.which(program), "the command shown to the user exists"
-    assert arguments == f"ui --backend-store-uri sqlite:///{runs}/mlflow.db"
+    assert arguments == f"ui --backend-store-uri sqlite:///{runs}/mlflow.db  # then {sink.run_url}"
     assert sink.run_url.endswith(f"/runs/{sink.run_id}/model-metrics")
     out, err = capfd.readouterr()
     assert out == "" and "INFO" not in err

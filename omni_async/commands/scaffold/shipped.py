@@ -1,0 +1,65 @@
+"""Finds the recipes and pinned versions that come with the package, and copies recipes for `omni-async init --from`."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import omni_async
+from omni_async.config import ConfigError
+from omni_async.config.reading import read_file
+from omni_async.plugins.entry_points import not_one_of
+
+_RECIPES = Path("recipes")  # in the working directory, as in the repository
+_EXTENDS = re.compile(r"^extends:\s*[\"']?([^\s\"'#]+)", re.MULTILINE)
+_LARGEST = 2**18  # bytes, the same limit as for a recipe that is trained
+
+
+def shipped(name: str) -> Path:
+    """Return a file or folder that a wheel has inside the package, and an editable install in its repository."""
+    package = Path(omni_async.__file__).parent
+    return package / name if (package / name).exists() else package.parent / name
+
+
+def find_recipes() -> Path:
+    """Return the folder `recipes` in the working directory, or the shipped folder if there is none."""
+    return _RECIPES if _RECIPES.is_dir() else shipped("recipes")
+
+
+def copy_recipes(name: str) -> str:
+    """Copy a shipped folder of recipes, and the folders that it extends, to `recipes/`; return lines for the console.
+
+    Raises ConfigError, one line, for an unknown name, an existing folder, or a folder that cannot be written."""
+    source, target = shipped("recipes"), _RECIPES / name
+    names = sorted(path.name for path in source.iterdir() if path.is_dir())
+    if name not in names:
+        raise ConfigError(f"--from: {not_one_of(name, names)}")
+    if target.exists():
+        raise ConfigError(f"--from: {target}: is there already; work with it, or remove it")
+    wanted, copied = [name], list[str]()
+    while wanted:
+        folder = wanted.pop()
+        if folder in copied:
+            continue
+        copied.append(folder)
+        wanted += _extended(source / folder, source)
+        try:
+            if not (_RECIPES / folder).exists():
+                shutil.copytree(source / folder, _RECIPES / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        except (OSError, shutil.Error) as error:
+            raise ConfigError(f"--from: {_RECIPES / folder}: cannot be written: {error}") from None
+    recipes = sorted(target.glob("*.yaml"))
+    shown = [f"  omni-async {command} {recipes[0]}" for command in ("check", "train")]
+    more = [] if len(recipes) == 1 else ["  omni-async list recipes"]
+    return "\n".join([*(f"wrote {_RECIPES / folder}" for folder in copied), "next:", *shown, *more])
+
+
+def _extended(folder: Path, recipes: Path) -> Iterator[str]:
+    """Yield the names of the other folders whose recipes are extended by recipes of this one."""
+    for path in folder.rglob("*.yaml"):
+        for found in _EXTENDS.findall(read_file(path, _LARGEST).decode()):
+            base = (path.parent / found).resolve()
+            if base.is_relative_to(recipes.resolve()):
+                yield base.relative_to(recipes.resolve()).parts[0]
