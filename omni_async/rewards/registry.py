@@ -108,7 +108,9 @@ def _object(name: str) -> Any:
         return _attribute(name, _imported(name, file, partial(_run_file, file)), file, name[len(file) + 1 :])
     if ":" not in name:
         module, _, last = name.rpartition(".")
-        own = " or your own 'module:name' or 'path/file.py:name'" + (f", as in {f'{module}:{last}'!r}" if module else "")
+        own = " or your own 'module:name' or 'path/file.py:name'"
+        if module:
+            own += f", as in {f'{module}:{last}'!r}"
         try:
             point = find_point(name, ENTRY_POINT_GROUP, f"scorer {name!r}", _BUILT_IN, own)
         except ValueError as error:
