@@ -168,7 +168,7 @@ def automatic_correction(reason: Reason | None = None) -> Correction:
         return Correction(mode="bypass")
     if reason == "rounding":
         return Correction(mode="decoupled")
-    return Correction(mode="decoupled", weights="tempered", tempering="step", ess_target=0.7, cap=2.0)
+    return Correction(mode="decoupled", weights="tempered", ess_target=0.7, cap=2.0)
 
 
 class Mix(Section, kw_only=True, frozen=True):

@@ -251,7 +251,7 @@ def test_the_automatic_correction_follows_the_drift_and_survives_a_resume(recipe
         assert ("drift_clipped" in line) == (not decoupled)
         assert ("gamma" in line) == ("weight/mean" in line) == bool(decoupled)
     last = finished.metrics[-1]
-    assert 0 < min(value for name, value in last.items() if name.startswith("gamma/step_")) < 1
+    assert 0 < last["gamma"] < 1
     assert abs(last["weight/mean"] - 1) < 1e-6, "normalised, over whole updates"
     resume = str(finished.path / "checkpoints" / f"update-{first + 1:06d}")
     again = _drifting(recipe, 1e-2, f"checkpoint.resume={resume}", "run.name=again")

@@ -32,7 +32,7 @@ def test_auto_trains_like_the_correction_that_it_stands_for(reason):
         rows = Drift(torch.tensor([drift.log_ratio for drift in drifts], dtype=torch.float64), None, steps)
         corrected = correct(rows, chosen, 24)
         weights = corrected.weight * loss_factor(*normaliser(corrected, chosen))
-        assert len(corrected.gamma.unique()) == 2
+        assert 0 < corrected.gamma.unique().item() < 1
         groups, same = (
             [replace(g, weights=w.tolist()) for g, w in zip(its, weights.view(2, 4, 2), strict=True)]
             for its in (groups, same)
