@@ -131,6 +131,12 @@ def _weights_alone(config: Config, name: str) -> Iterator[str]:
 
 def _advantage(config: Config, kind: Kind) -> Iterator[str]:
     advantage, name, size = config.algorithm.advantage, config.algorithm.name, config.rollout.group_size
+    for key, form in (("temperature", "reward_weighted"), ("best", "best_of_n")):
+        if advantage.form != form and (given := getattr(advantage, key)) != getattr(Advantage(), key):
+            yield (
+                f"algorithm.advantage.{key}: it belongs to form {form}, and form is {advantage.form}; set"
+                f" algorithm.advantage.form: {form}, or remove it, got {given:g}"
+            )
     if advantage.form == "standardised":
         return
     if kind.paired:

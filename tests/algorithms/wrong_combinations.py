@@ -77,6 +77,12 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
         ("algorithm.advantage.form=reward_weighted", "rollout.group_size=6"),
         "advantage.clip_max: with rollout.group_size = 6 weights of form reward_weighted reach 6, which clip_max = 5",
     ),
+    (("algorithm.advantage.temperature=0.3",), "advantage.temperature: it belongs to form reward_weighted ... got 0.3"),
+    (("algorithm.advantage.best=3",), "advantage.best: it belongs to form best_of_n, and form is standardised; set"),
+    (
+        ("algorithm.advantage={form: best_of_n, clip_max: 8, temperature: 0.3}",),
+        "advantage.temperature: it belongs to form reward_weighted, and form is best_of_n; set",
+    ),
     (("algorithm.name=mix_grpo",), "window.schedule: mix_grpo slides one window ... set random, progressive"),
     (("algorithm.name=dance_grpo",), "rollout.sde.kind: dance_grpo is ... 'dance', got 'flow' ... the same loss"),
     ((*DANCE, "algorithm.kl_coef=0.04"), "algorithm.kl_coef: dance_grpo has no KL term, got 0.04 ... loss with one"),
