@@ -141,6 +141,12 @@ def _weights_alone(config: Config, name: str) -> Iterator[str]:
 
 def _advantage(config: Config, kind: Kind) -> Iterator[str]:
     advantage, name, size = config.algorithm.advantage, config.algorithm.name, config.rollout.group_size
+    for key, form in (("temperature", "reward_weighted"), ("best", "best_of_n")):
+        if advantage.form != form and (given := getattr(advantage, key)) != getattr(Advantage(), key):
+            yield (
+                f"algorithm.advantage.{key}: it belongs to form {form}, and form is {advantage.form}; set"
+                f" algorithm.advantage.form: {form}, or remove it, got {given:g}"
+            )
     if advantage.form == "standardised":
         return
     if kind.paired:
@@ -159,10 +165,10 @@ def _advantage(config: Config, kind: Kind) -> Iterator[str]:
             f"algorithm.advantage.best: {advantage.best} of rollout.group_size = {size} samples is all of them; use a"
             " smaller number"
         )
-    elif advantage.form == "best_of_n" and size / advantage.best > advantage.clip_max:
+    elif (largest := size / advantage.best if advantage.form == "best_of_n" else size) > advantage.clip_max:
         yield (
-            f"algorithm.advantage.clip_max: each of the best {advantage.best} of {size} samples has the weight"
-            f" {size / advantage.best:g}, which clip_max = {advantage.clip_max:g} would cut; use at least that"
+            f"algorithm.advantage.clip_max: with rollout.group_size = {size} weights of form {advantage.form} reach"
+            f" {largest:g}, which clip_max = {advantage.clip_max:g} would cut; use at least that"
         )
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from omni_async.algorithms.checks import correction_problems
-from omni_async.algorithms.rejection import k1_mask, m2po_mask, over_steps, statistic_mask
+from omni_async.algorithms.rejection import k1_mask, m2po_mask, statistic_mask
 from omni_async.config.algorithm import Correction
 from omni_async.config.section import LARGEST
 
@@ -97,6 +97,13 @@ class Corrected:
     statistics: dict[str, Tensor]
     gamma: Tensor
 
+    def metrics(self) -> dict[str, Tensor]:
+        """Return each rule's metrics, (N, W) float64 by name: the mean over rows, or the maximum for `.../max`."""
+        found = {f"masked/{rule}": masked.double() for rule, masked in self.masked.items()}
+        for rule, statistic in self.statistics.items():
+            found |= {f"statistic/{rule}/mean": statistic, f"statistic/{rule}/max": statistic}
+        return found
+
 
 def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
     """Return the settings' weights and masks of these rows; nothing is corrected in mode `none`.
@@ -128,9 +135,7 @@ def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
         keep["m2"], statistics["m2"] = m2po_mask(log_ratio, settings.m2), log_ratio.square()
     if settings.k1 is not None:
         level = settings.reject_level_of("k1")
-        keep["k1"] = k1_mask(log_ratio, settings.k1, level)
-        largest = over_steps(log_ratio.abs(), level) if level == "max" else over_steps(log_ratio, level).abs()
-        statistics["k1"] = largest.exp()
+        keep["k1"], statistics["k1"] = k1_mask(log_ratio, settings.k1, level)
     if settings.k2 is not None:
         level = settings.reject_level_of("k2")
         keep["k2"], statistics["k2"] = statistic_mask(log_ratio.square() / 2, settings.k2, level)

@@ -15,8 +15,8 @@ from torch import Tensor
 from omni_async.config.algorithm import RejectLevel
 
 
-def k1_mask(log_ratio: Tensor, band: tuple[float, float], level: RejectLevel) -> Tensor:
-    """Return (N, W) bool, True for rows to keep, whose ratio exp(L) is inside the band.
+def k1_mask(log_ratio: Tensor, band: tuple[float, float], level: RejectLevel) -> tuple[Tensor, Tensor]:
+    """Return (N, W) bool, True for rows to keep, whose ratio exp(L) is inside the band; and exp(|L|) (N, W).
 
     Args:
         log_ratio: L (N, W).
@@ -27,9 +27,10 @@ def k1_mask(log_ratio: Tensor, band: tuple[float, float], level: RejectLevel) ->
     low, high = math.log(band[0]), math.log(band[1])
     if level == "max":
         smallest, largest = log_ratio.amin(dim=1, keepdim=True), log_ratio.amax(dim=1, keepdim=True)
-        return ((smallest >= low) & (largest <= high)).expand_as(log_ratio)
-    value = over_steps(log_ratio, level)
-    return ((value >= low) & (value <= high)).expand_as(log_ratio)
+    else:
+        smallest = largest = _over_steps(log_ratio, level)
+    keep = (smallest >= low) & (largest <= high)
+    return keep.expand_as(log_ratio), torch.maximum(largest, -smallest).exp().expand_as(log_ratio)
 
 
 def statistic_mask(statistic: Tensor, bound: float, level: RejectLevel) -> tuple[Tensor, Tensor]:
@@ -39,7 +40,7 @@ def statistic_mask(statistic: Tensor, bound: float, level: RejectLevel) -> tuple
         statistic: (N, W), of each step: L^2 / 2 for k2, exp(L) - 1 - L for k3.
         bound: >= 0.
         level: the aggregation over a sample's steps; `step`: none."""
-    value = over_steps(statistic, level).expand_as(statistic)
+    value = _over_steps(statistic, level).expand_as(statistic)
     return value <= bound, value
 
 
@@ -58,7 +59,7 @@ def m2po_mask(log_ratio: Tensor, bound: float) -> Tensor:
     return keep.reshape(log_ratio.shape)
 
 
-def over_steps(statistic: Tensor, level: RejectLevel) -> Tensor:
+def _over_steps(statistic: Tensor, level: RejectLevel) -> Tensor:
     """Return (N, W) for `step`, else (N, 1)."""
     if level == "step":
         return statistic

@@ -185,13 +185,8 @@ class Update:
         found = {"gamma": corrected.gamma.mean().item()}
         if correction.tempering == "step":
             found |= {f"gamma/step_{k:02d}": corrected.gamma[steps == k][0].item() for k in steps.unique().tolist()}
-        for rule, masked in corrected.masked.items():
-            statistic = corrected.statistics[rule]
-            found[f"masked/{rule}"] = masked.double().mean().item()
-            found |= {
-                f"statistic/{rule}/mean": statistic.mean().item(),
-                f"statistic/{rule}/max": statistic.max().item(),
-            }
+        for name, values in corrected.metrics().items():
+            found[name] = (values.max() if name.endswith("/max") else values.mean()).item()
         return _in_groups(weights, self.plan.samples_per_group), found
 
     # ---- rewards -----------------------------------------------------------------------------------------------------

@@ -330,10 +330,8 @@ class TransitionLoss(LossOfObjective):
             numerator, denominator = normaliser(corrected, c)
             self._normaliser[0] += numerator
             self._normaliser[1] += denominator
-            for rule, masked in corrected.masked.items():
-                self._metrics.record(f"masked/{rule}", masked.double())
-                self._metrics.record(f"statistic/{rule}/mean", corrected.statistics[rule])
-                self._metrics.record(f"statistic/{rule}/max", corrected.statistics[rule], "max")
+            for name, values in corrected.metrics().items():
+                self._metrics.record(name, values, "max" if name.endswith("/max") else "mean")
         return corrected.weight.flatten()
 
     def _record_drift(self, rows: TransitionRows, drift: Drift, group: GroupBatch) -> None:

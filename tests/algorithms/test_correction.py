@@ -300,7 +300,7 @@ def test_every_rule_masks_under_its_own_name_and_a_row_stays_if_all_keep_it():
     expected = {
         "kappa_nats": drift.kappa > 0.8,
         "m2": ~m2po_mask(L, 0.5),
-        "k1": ~k1_mask(L, (0.3, 4.0), "step"),
+        "k1": ~k1_mask(L, (0.3, 4.0), "step")[0],
         "k2": L.square() / 2 > 0.9,
         "k3": L.exp() - 1 - L > 0.9,
         "band": (L.exp() < 0.4) | (L.exp() > 3.0),

@@ -55,7 +55,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     # forms of the advantage
     (
-        (*NFT, "algorithm.advantage.form=reward_weighted"),
+        (*NFT, "algorithm.advantage={form: reward_weighted, clip_max: 8}"),
         "advantage.form: diffusion_nft contrasts ... awm, got reward_",
     ),
     (
@@ -63,7 +63,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
         "advantage.form: diffusion_dpo ... reads no advantage; remove",
     ),
     (
-        ("algorithm.advantage={form: reward_weighted, track_prompts: true}",),
+        ("algorithm.advantage={form: reward_weighted, track_prompts: true, clip_max: 8}",),
         "advantage.track_prompts: weights of form reward_weighted compare the samples of a group alone; remove it",
     ),
     (
@@ -72,7 +72,17 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         ("algorithm.advantage={form: best_of_n, best: 1}", "rollout.group_size=8"),
-        "advantage.clip_max: each of the best 1 of 8 samples has the weight 8, which clip_max = 5 would cut",
+        "advantage.clip_max: with rollout.group_size = 8 weights of form best_of_n reach 8, which clip_max = 5",
+    ),
+    (
+        ("algorithm.advantage.form=reward_weighted", "rollout.group_size=6"),
+        "advantage.clip_max: with rollout.group_size = 6 weights of form reward_weighted reach 6, which clip_max = 5",
+    ),
+    (("algorithm.advantage.temperature=0.3",), "advantage.temperature: it belongs to form reward_weighted ... got 0.3"),
+    (("algorithm.advantage.best=3",), "advantage.best: it belongs to form best_of_n, and form is standardised; set"),
+    (
+        ("algorithm.advantage={form: best_of_n, clip_max: 8, temperature: 0.3}",),
+        "advantage.temperature: it belongs to form reward_weighted, and form is best_of_n; set",
     ),
     (("algorithm.name=mix_grpo",), "window.schedule: mix_grpo slides one window ... set random, progressive"),
     (("algorithm.name=dance_grpo",), "rollout.sde.kind: dance_grpo is ... 'dance', got 'flow' ... the same loss"),
@@ -144,7 +154,7 @@ RIGHT: tuple[tuple[str, ...], ...] = (
     (*REINFORCE, "trainer.steps_per_update=2"),
     (REINFORCE[0], "algorithm.correction={mode: none}"),
     (REINFORCE[0], "staleness.max_updates=0"),
-    (*REINFORCE, "algorithm.advantage={form: reward_weighted, std: none, temperature: 0.1}"),
+    (*REINFORCE, "algorithm.advantage={form: reward_weighted, std: none, temperature: 0.1, clip_max: 8}"),
     (*AWM, "algorithm.advantage={form: best_of_n, best: 2}", "rollout.group_size=8"),
     ("algorithm.teacher={path: t, coef: 0.5}", "algorithm.kl_coef=0.04"),
     DISTILL,
