@@ -43,7 +43,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # otherwise output of libraries would be read as an answer
     cpus, folder, store_bytes = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]) or None
-    threading.Thread(target=end_with, args=(os.getppid(), folder), daemon=True).start()
+    leaving = threading.Event()
+    ending = threading.Thread(target=end_with, args=(os.getppid(), folder, leaving), daemon=True)
+    ending.start()
     try:
         address = start(cpus, folder, store_bytes)
     except Exception as error:  # noqa: BLE001 (the driver decides how to react)
@@ -58,16 +60,19 @@ def main() -> None:
     tell(answers, address=address)
     while not (dead := [name for name, server in servers.items() if is_dead(server)]):
         time.sleep(_LOOK_S)
+    if leaving.is_set():
+        ending.join()  # it has killed them, and ends this process
     tell(answers, lost=f"its {' and '.join(dead)} ended")
     end(folder, 1)
 
 
-def end_with(driver: int, folder: Path) -> None:
-    """End Ray as soon as the driver requests it or is gone.
+def end_with(driver: int, folder: Path, leaving: threading.Event) -> None:
+    """Set `leaving` and end Ray as soon as the driver requests it or is gone.
 
     A process forked by the driver may hold the pipe open for longer, so the driver's death counts, too."""
     while not select.select([sys.stdin], [], [], _LOOK_S)[0] and os.getppid() == driver:
         pass
+    leaving.set()
     end(folder, 0)
 
 

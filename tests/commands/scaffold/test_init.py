@@ -282,7 +282,7 @@ def test_devices_are_shared_out_by_the_work_of_either_half():
 
 
 @pytest.mark.parametrize(
-    ("name", "folders"), [("quickstart", {"quickstart"}), ("emulated", {"emulated", "quickstart"})]
+    ("name", "folders"), [("quickstart", {"quickstart"}), ("emulated", {"emulated", "qwen_image_ocr", "wan22_dance"})]
 )
 def test_shipped_recipes_are_copied(tmp_path, monkeypatch, capsys, name, folders):
     """With the folders that they extend, so that they load."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from omni_async.aio.waiting import Event
+from omni_async.roles.builders import WorkerContext
 from tests.support.patience import wait_for
 
 
@@ -96,3 +98,10 @@ class Keeper:
 class Unbuildable:
     def __init__(self) -> None:
         raise LookupError("no model at this path")
+
+
+def loud(context: WorkerContext) -> Echo:
+    """Prints as it builds a role."""
+    sys.stdout.write(f"{context.name} prints\n")
+    os.system("echo a child prints")
+    return Echo()

@@ -93,6 +93,12 @@ async def test_messages_and_exceptions_arrive_as_they_were(host):
     assert await caller.announce(0, "") == "UnsettledError 3"
 
 
+async def test_prints_of_a_worker_are_in_its_log(host, tmp_path):
+    where = ("tests.runtime.on_ray.ray_roles:loud", Worker("reward", 0), None, tmp_path, {}, "127.0.0.1")
+    await host(partial(ray_cluster._build_there, *where)).phase("a scorer")
+    assert (tmp_path / "logs" / "reward-0.log").read_text().splitlines() == ["reward-0 prints", "a child prints"]
+
+
 async def _seconds(answer: Any) -> float:
     return await answer
 

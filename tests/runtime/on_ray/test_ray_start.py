@@ -180,6 +180,15 @@ def test_no_dashboard_is_started_and_only_logs_of_a_lost_ray_stay(tmp_path, monk
     assert not folder.parent.exists() and (tmp_path / "rays").is_dir()
 
 
+@pytest.mark.slow
+def test_nothing_stays_of_a_real_ray():
+    local = LocalRay(1)
+    local.address(4 * PATIENCE, threading.Event())
+    assert [*local.folder.glob("r/session_*/logs")]
+    local.end()
+    assert not local.folder.exists()
+
+
 def ray_cluster_of(folder: Path) -> RayCluster:
     return RayCluster(preflight(write_world(folder)), RunDirectory(folder / "run"))
 
