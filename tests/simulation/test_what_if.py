@@ -12,10 +12,11 @@ from msgspec.structs import replace
 
 from omni_async import cli
 from omni_async.algorithms.kinds import samples_per_rank
-from omni_async.config import ConfigError, load, resolved_yaml
+from omni_async.config import Config, ConfigError, load, resolved_yaml
 from omni_async.performance.measure import measure
 from omni_async.performance.profile import Payload, Profile, ScorerTime, ServiceTime, write_profile
 from omni_async.simulation.changes import Change, changes, with_keys
+from omni_async.simulation.run_folder import read_measured
 from omni_async.simulation.simulate import Steady
 from omni_async.simulation.what_if import LEARNING, Prospect, WhatIf, measured_step, what_if
 from tests.simulation.simulation_world import make_config, make_profile
@@ -193,9 +194,14 @@ def test_buffers_that_hold_all_that_is_admitted_are_not_asked_to_grow() -> None:
 # ---- what is not known -----------------------------------------------------------------------------------------------
 
 
-def test_times_that_do_not_vary_are_simulated_once_and_certain() -> None:
+@pytest.fixture(scope="module")
+def calm() -> tuple[Config, WhatIf]:
     config = make_config(rollout__workers=2, staleness__max_updates=1)
-    found = what_if(config, TIMES)
+    return config, what_if(config, TIMES)
+
+
+def test_times_that_do_not_vary_are_simulated_once_and_certain(calm: tuple[Config, WhatIf]) -> None:
+    config, found = calm
     assert found.seeds == 1 and found.model_error is None
     assert all(one.uncertainty == pytest.approx(0.0, abs=1e-12) for one in found.changes)
     assert any("no steady part" in said for said in found.caveats)
@@ -204,9 +210,8 @@ def test_times_that_do_not_vary_are_simulated_once_and_certain() -> None:
     assert any("the roles share 2 CPUs and ask for 4" in said for said in shared)
 
 
-def test_what_the_simulation_is_off_by_is_carried_as_uncertainty() -> None:
-    config = make_config(rollout__workers=2, staleness__max_updates=1)
-    step = what_if(config, TIMES).present.step_s
+def test_what_the_simulation_is_off_by_is_carried_as_uncertainty(calm: tuple[Config, WhatIf]) -> None:
+    config, step = calm[0], calm[1].present.step_s
     finished = [1.25 * step * number for number in range(40)]
     found = what_if(config, TIMES, finished)
     assert found.measured_s == pytest.approx(1.25 * step)
@@ -250,7 +255,7 @@ def test_the_folder_of_a_run_is_enough_to_ask(run: Path, tmp_path: Path, capsys:
     assert [one["name"] for one in found["changes"]][:1] == ["S = 0"]
 
 
-def test_updates_of_an_attempt_before_the_newest_are_not_its_pace(run: Path, tmp_path: Path) -> None:
+def test_updates_of_an_attempt_before_the_newest_are_not_its_pace(run: Path) -> None:
     attempt = {"began": 0.0, "ended": 1.0, "status": "done", "reason": None, "wall_s": 1.0}
     attempts = [attempt | {"from_update": 0, "to_update": 4}, attempt | {"from_update": 4, "to_update": 10}]
     attempts.append(attempt | {"from_update": 10, "to_update": 10})  # made none, so the profile is not its own
@@ -258,8 +263,7 @@ def test_updates_of_an_attempt_before_the_newest_are_not_its_pace(run: Path, tmp
     lines = (run / "metrics.jsonl").read_text().splitlines()
     early = [json.dumps(json.loads(line) | {"finished": -1e6}) for line in lines[:4]]
     (run / "metrics.jsonl").write_text("\n".join([*early, *lines[4:], ""]))
-    assert cli.main(["simulate", str(run), "--json", str(tmp_path / "found.json")]) == 0
-    assert json.loads((tmp_path / "found.json").read_text())["measured_s"] == pytest.approx(4.0)
+    assert read_measured(run).finished == [100.0 + 4.0 * number for number in range(5, 11)]
 
 
 @pytest.mark.parametrize(
