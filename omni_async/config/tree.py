@@ -268,7 +268,7 @@ def _anchor_scorers(tree: dict[str, Any], folder: Path) -> None:
             continue
         name, params = str(scorer.get("name", "")), scorer.get("params")
         if (file := file_of(name)) is not None:
-            path = _resolved(f"reward.scorers.{number}.name", file, folder, hub=False)
+            path = _resolved(f"reward.scorers.{number}.name", file, folder, None)
             scorer["name"] = path + name[len(file) :]
         if not isinstance(params, dict):
             continue
