@@ -64,6 +64,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "aligned": {
         **DISTILL,
         "optimizer": "adamw",
+        "lr": 1e-4,
         "trainer.optimizer.eps": 1e-4,
         "trainer.optimizer.max_alignment": 0.1,
     },
