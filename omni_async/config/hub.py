@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
+_TABLE = re.compile(r"\.(txt|jsonl?|csv|tsv|parquet|arrow)$", re.IGNORECASE)
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -15,7 +16,8 @@ def downloaded(given: str, kind: str = "model") -> Path | None:
     `kind`: model, or dataset, of which `owner/name/path` names a part."""
     owner, _, rest = given.partition("/")
     name, _, below = rest.partition("/") if kind == "dataset" else (rest, "", "")
-    if not _ID.fullmatch(f"{owner}/{name}") or ".." in below.split("/"):
+    is_file = kind == "dataset" and not below and _TABLE.search(name)  # `prompts/train.txt` has no owner
+    if is_file or not _ID.fullmatch(f"{owner}/{name}") or ".." in below.split("/"):
         return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

@@ -102,8 +102,8 @@ def prompt_of(index: int, fields: dict[str, Any], where: str) -> Prompt:
 
     Raises ConfigError, one line that begins with `where`, if the row is invalid."""
     if not isinstance(text := fields.get("prompt"), str) or not text.strip():
-        others = "" if "prompt" in fields or not fields else _other_column(fields)
-        raise ConfigError(f'{where}: expected an object with a non-empty string "prompt"{others}')
+        hint = "" if "prompt" in fields or not fields else _other_column(fields)
+        raise ConfigError(f'{where}: expected an object with a non-empty string "prompt"{hint}')
     target, negative = fields.get("target"), fields.get("negative_prompt")
     for key, value in (("target", target), ("negative_prompt", negative)):
         if value is not None and not isinstance(value, str):
@@ -150,18 +150,18 @@ class _Images:
     def _image(self, image: PromptImage, where: str) -> PromptImage:
         from omni_async.data.image_files import find_image, image_size, prompt_image
 
-        file = None
+        source: Path | PromptImage = image
+        shown = f"{where}: image"
         if image.content is None:
-            file = find_image(self._folder, image.path, f"{where}: image", "the prompt file's", self._root)
-            if file in self._checked:
-                return self._checked[file]
-        shown = f"{where}: image {image.path[:200]!r}" if file is not None else f"{where}: image"
-        source = file if image.content is None else image
+            source = find_image(self._folder, image.path, shown, "the prompt file's", self._root)
+            if source in self._checked:
+                return self._checked[source]
+            shown = f"{shown} {image.path[:200]!r}"
         checked = prompt_image(source, shown, self._pixels < _PIXELS_DECODED, self._root)
         width, height = image_size(checked)
         self._pixels += width * height
-        if file is not None:
-            self._checked[file] = checked
+        if isinstance(source, Path):
+            self._checked[source] = checked
         return checked
 
 

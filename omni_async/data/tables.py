@@ -146,10 +146,10 @@ def open_table(path: str | Path, key: str = "", within: Path | None = None) -> T
 
 def file_table(path: Path, name: str, key: str, within: Path | None, root: Path | None = None) -> Table:
     """Return the table of a file with one of the suffixes."""
-    reader = _READERS[path.suffix.lower()]
+    suffix = path.suffix.lower()
     parent = Path(os.path.realpath(path)).parent if root is None else path.parent
-    place = "line" if reader in (_text, _jsonl, _csv, _tsv) else "row"
-    return Table(name, place, parent, root or parent, partial(_of_file, path, key, name, within, reader))
+    place = "row" if suffix in (".json", ".parquet", ".arrow") else "line"
+    return Table(name, place, parent, root or parent, partial(_of_file, path, key, name, within, _READERS[suffix]))
 
 
 def _of_file(
@@ -269,10 +269,6 @@ def _csv(file: BinaryIO, name: str, names: Names, delimiter: str = ",") -> Itera
         yield Row(where, number, partial(_cells, row, where))
 
 
-def _tsv(file: BinaryIO, name: str, names: Names) -> Iterator[Row]:
-    return _csv(file, name, names, "\t")
-
-
 def _cells(row: dict[str, str], where: str) -> dict[str, Any]:
     """Return the cells of a CSV; cells with lists and objects are JSON."""
     found: dict[str, Any] = dict(row)
@@ -356,10 +352,6 @@ def _columnar(file: BinaryIO, name: str, names: Names, arrow: bool = False) -> I
         yield Row(where, number, partial(dict, row))
 
 
-def _arrow(file: BinaryIO, name: str, names: Names) -> Iterator[Row]:
-    return _columnar(file, name, names, arrow=True)
-
-
 def _plain_row(cells: dict[str, Any], where: str) -> tuple[dict[str, Any], int, int]:
     """Return a row as JSON values, its bytes and number of values. Images stay bytes; empty cells are left out."""
     images = {name: _image(cell) for name, cell in cells.items() if _holds_bytes(cell)}
@@ -401,7 +393,7 @@ _READERS: dict[str, Callable[[BinaryIO, str, Names], Iterator[Row]]] = {
     ".jsonl": _jsonl,
     ".json": _json,
     ".csv": _csv,
-    ".tsv": _tsv,
+    ".tsv": partial(_csv, delimiter="\t"),
     ".parquet": _columnar,
-    ".arrow": _arrow,
+    ".arrow": partial(_columnar, arrow=True),
 }

@@ -115,7 +115,7 @@ def test_wrong_paths(path: str, value: str) -> None:
         ),
         ("rollout.buckets=[{height: 64}]", "~.0.height: unknown key; did you mean 'weight'? allowed: sampling, weight"),
         ("rollout.height=64", "~: is called rollout.sampling.height now"),
-        ("validation.every=3", "validation.prompts: required, expected str"),
+        ("validation.every=3", "validation.prompts: required, expected a table of prompts, or validation.split"),
         ("reward.scorers.0={weight: 1}", "~.name: required, expected str"),
         # wrong types and values of every kind
         ("trainer.updates=ten", "~: expected int >= 1, got 'ten'"),
@@ -380,7 +380,7 @@ def test_every_section_is_strict() -> None:
 
     assert len(FIELDS) == count(Config)
     required = {path for path, (_, default) in FIELDS.items() if default is msgspec.NODEFAULT}
-    named = {"model.path", "reward.scorers[].name", "validation.prompts", "emulation.profile", "roles[].name"}
+    named = {"model.path", "reward.scorers[].name", "emulation.profile", "roles[].name"}
     named |= {"reward.pools[].name", "reward.servers[].name", "reward.servers[].model"}
     named |= {"rollout.program.name", "algorithm.teacher.path"}
     assert required == {"model", "data", *named}

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from omni_async.config import ConfigError
+from omni_async.config.tree import overridden
 from omni_async.data.image_files import read_prompt_image
 from omni_async.data.preferences import PreferencePairs
 from omni_async.data.prompts import load_prompts
@@ -175,6 +176,36 @@ def test_a_split_is_named_below_its_folder(tmp_path):
     assert [prompt.text for prompt in load(tmp_path / "splits" / "train")] == TEXTS
     with pytest.raises(ConfigError, match=r"no such split: 'val'; .*several has test, train"):
         load(tmp_path / "several" / "val")
+
+
+def test_data_sets_of_a_hubs_cache(tmp_path, monkeypatch):
+    repository = tmp_path / "hub" / "datasets--owner--name"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    for folder in (repository / "blobs", repository / "refs", snapshot / "data"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    contents = {"train.jsonl": '{"prompt": "x", "image": "a.png"}', "test.jsonl": '{"prompt": "y"}', "a.png": png(9)}
+    for name, content in contents.items():
+        texts(content)(repository / "blobs" / name)
+        (snapshot / "data" / name).symlink_to(f"../../../blobs/{name}")
+    tree = {"data": {"prompts": None}}
+
+    def found(given: str) -> list[Prompt]:
+        return load(Path(overridden(tree, [f"data.prompts={given}"], Path("recipe"))["data"]["prompts"]))
+
+    [prompt] = found("owner/name/train")
+    assert prompt.text == "x" and read_prompt_image(prompt.images[0]).image[0, 0, 0] == 9
+    assert [prompt.text for prompt in found("owner/name/test")] == ["y"]
+    with pytest.raises(ConfigError, match=r"holds test, train; name one, as .*/test$"):
+        found("owner/name")
+    with pytest.raises(ConfigError, match=r"no such file: .*/other/set; .* `hf download --repo-type dataset other/se"):
+        found("other/set")
+    (snapshot / "data" / "train.jsonl").unlink()
+    (snapshot / "data" / "train.jsonl").symlink_to(tmp_path / "secret")
+    (tmp_path / "secret").write_text('{"prompt": "x"}')
+    with pytest.raises(ConfigError, match=r"train\.jsonl leads out of its folder"):
+        found("owner/name/train")
 
 
 def test_columns_have_the_names_that_the_recipe_gives(tmp_path):

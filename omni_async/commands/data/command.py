@@ -76,7 +76,7 @@ def check(options: argparse.Namespace) -> int:
     from omni_async.config.schema import Data
     from omni_async.config.tree import overridden
 
-    config, given = None, {"data": {}}
+    config, given = None, dict[str, Any](data={})
     if options.recipe is not None:
         config = load(options.recipe, options.overrides)
         given = {"data": to_builtins(config.data)}

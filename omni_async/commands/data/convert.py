@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from omni_async.config import ConfigError
-from omni_async.data.tables import Row, open_table
+from omni_async.data.tables import NO_COLUMNS, Columns, Row, open_table
 
 _QUOTED = re.compile(r'["“]([^"”]+)["”]')
 # The last parts of the names of T2I-CompBench's files, which are no part of the category.
@@ -52,8 +52,8 @@ def converted(form: str, file: str, suffix: str) -> Converted:
     return Converted(lambda path: path.write_bytes(content), f"{len(rows)} prompts", notes)
 
 
-def _rows(file: str, columns: dict[str, str | None] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    for where, _, fields in open_table(file).rows(columns or {}):
+def _rows(file: str, columns: Columns = NO_COLUMNS) -> Iterator[tuple[str, dict[str, Any]]]:
+    for where, _, fields in open_table(file).rows(columns):
         row = fields()
         if not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
             raise ConfigError(f"{where}: expected a prompt, got {', '.join(row)[:200]}")
@@ -87,7 +87,7 @@ def _t2i_compbench(file: str) -> Iterator[dict[str, Any]]:
 
 def _pickscore(file: str) -> Iterator[dict[str, Any]]:
     """Yield the prompts of flow_grpo's text file, or the captions of Pick-a-Pic."""
-    columns = {"prompt": "caption"} if Path(file).suffix.lower() == ".parquet" else {}
+    columns: Columns = {"prompt": "caption"} if Path(file).suffix.lower() == ".parquet" else NO_COLUMNS
     for _, row in _rows(file, columns):
         yield {"prompt": row["prompt"]}
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from omni_async.config import Config, ConfigError
 from omni_async.config.schema import Data
-from omni_async.data.prompts import each_prompt
+from omni_async.data.prompts import PromptCheck, each_prompt
 from omni_async.data.tables import open_table
 from omni_async.types import Prompt
 
@@ -34,7 +34,8 @@ def examined(data: Data, config: Config | None) -> Examined:
 
     Raises:
         ConfigError: the table, or the recipe's model, cannot be read."""
-    checks, limits = (), None
+    checks: list[PromptCheck] = []
+    limits = None
     if config is not None:
         from omni_async.config.load import family_of
         from omni_async.plugins.families import find_family
@@ -46,7 +47,7 @@ def examined(data: Data, config: Config | None) -> Examined:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         specs = {f"rollout.sampling {number}": spec for number, spec in enumerate(config.rollout.specs)}
-        checks = (inputs_check(family, [*specs.values()]),)
+        checks = [inputs_check(family, [*specs.values()])]
         limits = PromptLimits(Path(config.model.path), specs)
     table = open_table(str(data.prompts), "data.prompts")
     places: list[str] = []

@@ -68,8 +68,8 @@ class PromptLimits:
         for position, prompt in enumerate(prompts):
             sizes = tuple(image_size(image) for image in prompt.images)
             for spec in self._specs.values():
-                if (problem := spec.refused(prompt.text, sizes)) is not None:
-                    found.setdefault(position, problem)
+                if (refused := spec.refused(prompt.text, sizes)) is not None:
+                    found.setdefault(position, refused)
         return found
 
     def lengths(self, key: str, prompts: Sequence[Prompt]) -> dict[str, tuple[float, list[int]]]:

@@ -51,8 +51,8 @@ def test_a_sound_recipe(tmp_path):
 
 def test_prompts_are_held_out_or_reported_as_shared(tmp_path):
     inputs = preflight(write_world(tmp_path, validation={"split": 0.5}))
-    assert [p.text for p in inputs.prompts] == ["a dog"] and [p.text for p in inputs.validation_prompts] == ["a cat"]
-    assert [p.index for p in inputs.prompts] == [1], "the row of the table"
+    assert [p.text for p in inputs.prompts] == ["a cat"] and [p.text for p in inputs.validation_prompts] == ["a dog"]
+    assert [p.index for p in inputs.validation_prompts] == [1], "the row of the table"
     inputs = preflight(write_world(tmp_path, validation={"prompts": "prompts.txt"}))
     assert inputs.notes[0].startswith("warning: validation.prompts: 2 of 2 prompts are in data.prompts too")
     with pytest.raises(ConfigError, match=r"validation\.split: the prompts come from validation\.prompts; leave one"):
