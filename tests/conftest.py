@@ -5,6 +5,7 @@
 - `@pytest.mark.thorough`: one more of a kind of which a shorter one is always run. Left to `--all`.
 - `@pytest.mark.sliced(floor=n)`, on a test or a module: n of its tests are run, drawn by the slice's seed.
 - the fixtures `slice_of`, a run of consecutive seeds out of all that a search has, and `some_of`, some of a list.
+- `@few(n)` (`tests/support/examples.py`): n examples of a property, and a third of them in a slice.
 
 The end of the output has what was left out, and the seed that draws the same slice again. A file or a test that is
 named runs whole, unless `--slice-seed` is given. `tests/support/second_try.py` runs failed tests once more.
@@ -28,6 +29,7 @@ from hypothesis import settings
 # Before any test file imports diffusers: it prepares the import system for a mixed install (`omni_async.compat`).
 import omni_async  # noqa: F401
 from omni_async.simulation.virtual_time import run as run_in_virtual_time
+from tests.support import examples
 from tests.support.browser import NO_CHROMIUM, browser, find_chromium, open_page  # noqa: F401 (two are fixtures)
 from tests.support.loops import play
 
@@ -104,12 +106,14 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         config.stash[_SLICE] = Slice(*config.workerinput["slice"])
+        examples.whole = config.stash[_SLICE].whole
         return
     seed = config.option.slice_seed
     named = seed is None and any(".py" in argument for argument in config.args)
     if seed is None:
         config.option.slice_seed = seed = random.SystemRandom().randrange(10**6)
     config.stash[_SLICE] = Slice(seed, config.getoption("everything") or named)
+    examples.whole = config.stash[_SLICE].whole
     if find_chromium() is None:
         if config.getoption("--require-browser"):
             raise pytest.UsageError(f"--require-browser: {NO_CHROMIUM}")

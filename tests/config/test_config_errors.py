@@ -68,6 +68,7 @@ def test_every_number_has_an_upper_bound() -> None:
     assert len(numbers) > 90
 
 
+@pytest.mark.sliced(floor=80)
 @pytest.mark.parametrize("path", [path for path, (annotation, _) in FIELDS.items() if any(wrong(annotation))])
 def test_wrong_values_of_every_field(path: str) -> None:
     annotation, default = FIELDS[path]

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from omni_async.algorithms.checks import correction_problems
@@ -22,6 +22,7 @@ from omni_async.config.redact import is_secret_key
 from omni_async.control.reward_formula import labels_of
 from omni_async.plugins.families import PipelineFamily, SamplingSpec, family_names, find_family
 from tests.config.recipe import MINIMAL, complaint_about, load_text
+from tests.support.examples import few
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_resolved_configurations_read_back(overrides: list[str]) -> None:
     assert list(yaml.safe_load(text))[:4] == ["schedule", "run", "model", "data"], "in the schema's order"
 
 
-@settings(max_examples=80, deadline=None)
+@few(80)
 @given(
     text=st.text(max_size=12)
     | st.sampled_from(
@@ -156,7 +157,7 @@ _KEYS = "model path reward scorers 0 1 params rollout sde window range trainer u
 PATHS = st.lists(st.sampled_from([*_KEYS.split(), ""]) | st.text(max_size=3), max_size=5).map(".".join)
 
 
-@settings(max_examples=400, deadline=None)
+@few(400)
 @given(
     text=st.just(MINIMAL) | st.text() | ODD_YAML | ODD_YAML.map(lambda t: MINIMAL + t),
     overrides=st.lists(st.builds("{}={}".format, PATHS, st.text() | ODD_YAML) | st.text(), max_size=3),

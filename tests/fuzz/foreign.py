@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from omni_async.checkpoint import CheckpointError
@@ -28,11 +27,6 @@ keys = st.text(max_size=8) | st.sampled_from(TEXTS)
 numbers = st.integers() | st.floats(allow_nan=False)
 scalars = st.none() | st.booleans() | numbers | st.text(max_size=20) | st.sampled_from(NUMBERS + TEXTS)
 plain = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3))
-
-
-def few(examples: int) -> Callable[[Any], Any]:
-    """Sets the number of examples, each as slow as it needs to be, with fixtures of the whole test."""
-    return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 _SIMPLE: dict[Any, st.SearchStrategy[Any]] = {

@@ -27,7 +27,8 @@ from omni_async.weights.buckets import unpack
 from omni_async.weights.digest import WeightError, verify
 from omni_async.weights.transport.disk import VersionFile, read_version
 from tests.fuzz.damage import damages_of
-from tests.fuzz.foreign import altered, changed, few, of, plain, refusal_or_nothing
+from tests.fuzz.foreign import altered, changed, of, plain, refusal_or_nothing
+from tests.support.examples import few
 from tests.support.recorded_runs import build_model
 from tests.weights.conftest import make_packed
 

@@ -33,8 +33,9 @@ from omni_async.data.prompts import load_prompts
 from omni_async.performance.profile import load_profile
 from omni_async.runtime.preflight.resume import find_resume_point
 from omni_async.types import Prompt, ReadyGroup, ReadySample, Score, VersionSpans
-from tests.fuzz.foreign import DEEP, TEXTS, altered, changed, few, listing, of, plain, refusal_or_nothing
+from tests.fuzz.foreign import DEEP, TEXTS, altered, changed, listing, of, plain, refusal_or_nothing
 from tests.runtime.runtime_world import write_ledger
+from tests.support.examples import few
 from tests.support.job_world import PROFILE, write_emulated
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------

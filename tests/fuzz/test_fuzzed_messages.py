@@ -18,7 +18,8 @@ from omni_async.commands.bench.result import Overlap
 from omni_async.control import control_state, events
 from omni_async.performance.profile import Profile
 from omni_async.records.write.summary import Summary
-from tests.fuzz.foreign import DEEP, changed, few, of
+from tests.fuzz.foreign import DEEP, changed, of
+from tests.support.examples import few
 
 MESSAGES = [
     found

@@ -24,7 +24,7 @@ from omni_async.config.redact import redact_text, secrets_in
 from omni_async.control.reasons import short
 from omni_async.records.write.console import LineConsole
 from omni_async.records.write.live_console import LiveConsole
-from tests.fuzz.foreign import few
+from tests.support.examples import few
 from tests.support.job_world import write_emulated
 
 # Something in them that no other text holds: hypothesis also draws the constants of our own files, such as

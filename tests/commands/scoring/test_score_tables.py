@@ -22,7 +22,8 @@ from omni_async.config import ConfigError
 from omni_async.data.media_files import read_media
 from omni_async.data.tables import open_table
 from omni_async.types import Prompt
-from tests.fuzz.foreign import changed, few
+from tests.fuzz.foreign import changed
+from tests.support.examples import few
 
 
 @pytest.fixture(autouse=True)
