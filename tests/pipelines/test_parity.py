@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +28,7 @@ from omni_async.data.image_files import read_prompt_image
 from omni_async.diffusion.sde.schedules import linear
 from omni_async.plugins.families import find_family
 from omni_async.rollout.diffusers_engine import DiffusersEngine
-from tests.pipelines.families import FAMILIES, NAMES, QWEN_IMAGE, SD3, WAN
+from tests.pipelines.families import FAMILIES, NAMES, QWEN_IMAGE, SD3, WAN, Family
 
 ALL = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.label)
 
@@ -49,10 +51,22 @@ def engine_rows(subject: Subject, engine: DiffusersEngine | None = None) -> list
     return asyncio.run(collect())
 
 
+@pytest.fixture(scope="module")
+def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Subject]:
+    """Returns a function that makes a family's subject, once."""
+
+    @cache
+    def made(label: str) -> Subject:
+        [family] = [family for family in FAMILIES if family.label == label]
+        return family.subject(tmp_path_factory.mktemp(label))
+
+    return lambda family: made(family.label)
+
+
 @pytest.mark.sliced(floor=1)
 @ALL
-def test_families_compute_what_their_pipelines_do(family, tmp_path):
-    subject = family.subject(tmp_path)
+def test_families_compute_what_their_pipelines_do(family, subject_of):
+    subject = subject_of(family)
     rows = [*check_model(subject), *engine_rows(subject)]
     assert [row for row in rows if not row.passed] == []
     assert len(rows) == 6 * len(family.specs) + 4 + any(spec.guided for spec in family.specs) + 8
@@ -84,11 +98,10 @@ def test_vllm_omni_needs_no_libnuma(tmp_path):
 
 
 @ALL
-def test_another_checkpoint_is_refused(family, tmp_path):
+def test_another_checkpoint_is_refused(family, subject_of, tmp_path):
     with pytest.raises(ValueError, match="is missing"):
         family.policy(str(tmp_path))
-    checkpoint = Path(family.build(tmp_path))
-    index = json.loads((checkpoint / "model_index.json").read_text())
+    index = json.loads((Path(subject_of(family).path) / "model_index.json").read_text())
     assert index["_class_name"] == find_family(family.name).model_index_class
 
 
@@ -151,18 +164,19 @@ class DroppedComponent(Wan22Policy):
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_wrong_policies_are_caught(family, wrong, caught, because, tmp_path):
-    right = family.subject(tmp_path)
-    rows = check_model(Subject(right.case, right.path, wrong(right.path)))
-    found = next(row for row in rows if row.check == caught)
+def test_wrong_policies_are_caught(family, wrong, caught, because, subject_of):
+    right = subject_of(family)
+    subject = Subject(right.case, right.path, wrong(right.path))
+    subject.upstream = right.upstream
+    found = next(row for row in check_model(subject) if row.check == caught)
     assert not found.passed and because in found.note
 
 
-def test_patterns_of_idle_parameters(tmp_path):
-    family = SD3.subject(tmp_path)
+def test_patterns_of_idle_parameters(subject_of):
+    subject = subject_of(SD3)
 
     def listed(*idle: str) -> set[str]:
-        return _idle(Subject(dataclasses.replace(family.case, idle=idle), family.path, family.policy))
+        return _idle(Subject(dataclasses.replace(subject.case, idle=idle), subject.path, subject.policy))
 
     assert listed("transformer.proj_out.*") == {"transformer.proj_out.weight", "transformer.proj_out.bias"}
     last = listed("transformer.transformer_blocks.{last}.attn.add_q_proj.*")
@@ -187,8 +201,8 @@ class Deaf(StableDiffusion3Policy):
         return codec
 
 
-def test_wrong_engines_are_caught(tmp_path):
-    subject = SD3.subject(tmp_path)
+def test_wrong_engines_are_caught(subject_of):
+    subject = subject_of(SD3)
     how: dict[str, Any] = {"dtype": torch.float32, "max_batch": 8, "device": "cpu"}
     rows = engine_rows(subject, Stale("stale", subject.policy, **how))
     wrong = {row.check: row.note for row in rows if not row.passed}
@@ -229,11 +243,10 @@ def test_wrong_usage_is_one_line(arguments, why, capsys):
     assert why in capsys.readouterr().err
 
 
-def test_recipes_are_compared_by_their_own_settings(tmp_path, capfd):
-    checkpoint = SD3.build(tmp_path / "checkpoint")
+def test_recipes_are_compared_by_their_own_settings(subject_of, tmp_path, capfd):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        f"model: {{path: {checkpoint}}}\ndata: {{prompts: none.txt}}\nreward: {{scorers: [{{name: ocr}}]}}\n"
+        f"model: {{path: {subject_of(SD3).path}}}\ndata: {{prompts: none.txt}}\nreward: {{scorers: [{{name: ocr}}]}}\n"
     )
     small = ["rollout.sampling.height=32", "rollout.sampling.width=48", "rollout.sampling.max_sequence_length=32"]
     assert main(["parity", str(recipe), "--engine", "none", *small]) == 0

@@ -1,10 +1,9 @@
 """Calls a function on new processes that are the ranks of a process group.
 
-They are forked from a server, one per test process, that has imported what ranks need."""
+They are forked from a server that has imported what ranks need."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -16,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
+from tests.support.forked import start_method
+
 _NOT_CONNECTED = "connectFullMesh failed"
-# The server computes nothing: its forks would lack the threads of torch.
-_IMPORTED = ["omni_async.training.engine", "tests.support.fakes"]
 
 
 def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
@@ -26,12 +25,12 @@ def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
 
     `work`, a function of a module, creates the process group; the ranks leave it together. If gloo closes a connection
     while a group is created, everything is repeated once."""
-    multiprocessing.set_forkserver_preload(_IMPORTED)
+    method = start_method("omni_async.training.engine", "tests.support.fakes")
     for may_fail in (True, False):
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             given = ranks, folder, dict(os.environ), work, args
             try:
-                start_processes(_run, given, nprocs=ranks, start_method="forkserver")
+                start_processes(_run, given, nprocs=ranks, start_method=method)
             except ProcessRaisedException as error:
                 if not may_fail or _NOT_CONNECTED not in str(error):
                     raise
