@@ -27,6 +27,7 @@ from omni_async.commands.scoring.scoring import build_reward, prompt_checks, row
 from omni_async.commands.simulate import job_of, measured_job
 from omni_async.commands.train import problems_of, run_to_its_end
 from omni_async.config import Config, ConfigError, load
+from omni_async.config.tree import json_of
 from omni_async.records.read.rounds import is_round
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import Summary
@@ -268,7 +269,7 @@ def _texts(overrides: Overrides, reward: Any) -> list[str]:
     if isinstance(overrides, str):
         texts = [overrides]
     elif isinstance(overrides, Mapping):
-        texts = [f"{key}={_json(key, value)}" for key, value in overrides.items()]
+        texts = [f"{key}={json_of(value, f'override {key!r}')}" for key, value in overrides.items()]
     else:
         texts = [*overrides]
     if reward is None:
@@ -277,13 +278,6 @@ def _texts(overrides: Overrides, reward: Any) -> list[str]:
         return [f"reward.scorers={json.dumps([{'name': named(reward)}])}", *texts]
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _json(key: str, value: Any) -> str:
-    try:
-        return json.dumps(str(value) if isinstance(value, Path) else value)
-    except TypeError as error:
-        raise ConfigError(f"override {key!r}: {error}; expected texts, numbers, lists and mappings") from None
 
 
 def _require_callback(callback: Any) -> None:

@@ -6,6 +6,7 @@ always, are relative to the working directory.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -13,8 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from omni_async.config.describe import annotation_at, describe
 from omni_async.config.hub import downloaded
@@ -65,18 +64,25 @@ def tree_of(recipe: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, An
     """Return the tree of a recipe that is a mapping; paths are relative to the working directory. Raises ConfigError.
 
     It may hold tuples and `Path`s, and extend a file."""
-    with errors_of(Path(MAPPING)):
-        try:
-            tree = msgspec.to_builtins(recipe, enc_hook=_path_text, str_keys=True)
-        except TypeError as error:
-            raise ConfigError(f"{error}; expected texts, numbers, true, false, None, lists and mappings") from None
+    tree = json.loads(json_of(recipe, MAPPING))
     return overridden(_based(tree, Path(MAPPING), None), overrides, Path(MAPPING))
 
 
-def _path_text(value: Any) -> str:
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"a value is of type {type(value).__name__}")
+def json_of(value: Any, where: str) -> str:
+    """Return a value of a recipe as JSON; it may hold tuples and `Path`s.
+
+    Raises ConfigError, one line that begins with `where`, for any other type."""
+
+    def plain(other: Any) -> Any:
+        if isinstance(other, Path | Mapping):
+            return dict(other) if isinstance(other, Mapping) else str(other)
+        raise TypeError(f"a value is of type {type(other).__name__}")
+
+    try:
+        return json.dumps(value, default=plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        expected = "expected texts, numbers, true, false, None, lists and mappings"
+        raise ConfigError(f"{where}: {error}; {expected}") from None
 
 
 def overridden(tree: dict[str, Any], overrides: Sequence[str], path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import inspect
 import pickle
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from omni_async.rewards.base import Scorer, is_scorer
 from omni_async.types import Prompt
@@ -64,7 +64,7 @@ def scorer_of(function: Callable[..., Any]) -> type[Scorer]:
         "__init__": __init__,
         "score": awaited if is_async else score,
     }
-    return type(name, (Scorer,), described)
+    return cast(type[Scorer], type(name, (Scorer,), described))
 
 
 def label_of(reward: Any) -> str:
