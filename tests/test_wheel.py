@@ -106,7 +106,7 @@ def test_the_base_package_runs_an_emulated_job_and_names_a_missing_extra(tmp_pat
             "tracking.mlflow.enabled: the package mlflow is not installed; pip install",
         ),
         (
-            ("emulation=null", "model={pipeline: qwen_image, path: no/model}", "reward.scorers=[{name: ocr}]"),
+            ("emulation=null", "model.pipeline=qwen_image", "rollout.engine=diffusers", "reward.scorers=[{name: ocr}]"),
             "omni-async[ocr]",
         ),
     ):
