@@ -31,7 +31,7 @@ Read a table of prompts, and report every row that a run would refuse, rows that
 characters, and lines that end with a carriage return alone:
 
   omni-async data check prompts.jsonl
-  omni-async data check owner/name/train data.columns.prompt=caption
+  omni-async data check prompts.parquet data.columns.prompt=caption
   omni-async data check prompts.txt --recipe recipes/quickstart/quickstart.yaml
 
 With --recipe, its `data` section applies, and its model's tokenizers count the tokens of every prompt.
