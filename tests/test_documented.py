@@ -143,8 +143,10 @@ def test_documented_scorer(workplace: Path) -> None:
 
 
 async def test_documented_service() -> None:
-    [page] = blocks(ROOT / "docs" / "rewards" / "own.md", "python")
+    function, page = blocks(ROOT / "docs" / "rewards" / "own.md", "python")
     namespace: dict[str, Any] = {}
+    exec(function, namespace)
+    assert namespace["warmth"]([np.array([[[90, 0, 40]]], np.uint8)], [Prompt(0, "x")], scale=0.5) == [25.0]
     exec(page, namespace)
     answers = [web.json_response({"taste": 0.75}), web.Response(status=503)]
 

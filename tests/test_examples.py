@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from examples import one_update
+from tests.support.places import ROOT
 
 
 async def test_one_update_trains_on_young_groups(capsys: Any) -> None:
@@ -14,3 +18,18 @@ async def test_one_update_trains_on_young_groups(capsys: Any) -> None:
     assert [number for number, *_ in rows] == ["1", "2"]
     assert all(0 <= int(age) < int(number) for number, _, ages in rows for age in ages.split(", "))
     assert all(0 <= float(reward) <= 1 for _, reward, _ in rows)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_as_it_stands(tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "examples").mkdir()
+    notebook = nbformat.read(ROOT / "examples" / "own_reward.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": tmp_path / "examples"}}).execute()
+    shown = [str(cell.get("outputs", "")) for cell in notebook.cells]
+    assert "'done'" in shown[-1]
+    assert "update 2: reward 0." in shown[-4] and "images_per_s" in shown[-3]
+    assert not any(cell.get("outputs") for cell in nbformat.read(ROOT / "examples/own_reward.ipynb", 4).cells)

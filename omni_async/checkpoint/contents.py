@@ -23,7 +23,7 @@ from omni_async.config import Config, ConfigError
 from omni_async.config.load import INDEX, LARGEST_JSON, read_model_index
 from omni_async.config.reading import open_file
 from omni_async.config.tensor_files import read_header
-from omni_async.config.tree import path_params
+from omni_async.config.tree import file_of, path_params
 from omni_async.types import Prompt
 
 MODEL = "model.path/"  # before the name of each part of the base model
@@ -79,7 +79,7 @@ def reward_contents(config: Config) -> dict[str, str]:
 
 def _scorer_contents(key: str, scorer: str, params: Mapping[str, Any]) -> dict[str, str]:
     """Return the digests of the files that a scorer's parameters name. `key`: the scorer's key in the recipe."""
-    found: dict[str, str] = {}
+    found = {} if (file := file_of(scorer)) is None else path_contents(f"{key}.file", file)
     foreign = ":" in scorer  # only the scorer knows which of its parameters are paths
     for name in [*params] if foreign else path_params(scorer):
         value = params.get(name)

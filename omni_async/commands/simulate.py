@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from omni_async.config.load import inputs_of
 if TYPE_CHECKING:
     from omni_async.performance.profile import Profile
     from omni_async.simulation.result import Simulated
+    from omni_async.simulation.run_folder import MeasuredRun
 
 _SIMULATE = """\
 Predict a job before anything runs: the real control plane (admission, buffers, staleness, publishing) runs in virtual
@@ -95,15 +96,9 @@ def add_job(parser: argparse.ArgumentParser, overrides: str, recipe: str = "a YA
 
 def simulate_recipe(options: argparse.Namespace) -> int:
     """Return the exit code. Raises ConfigError, one line, for wrong arguments."""
-    from omni_async.performance.profile import require_room
-    from omni_async.roles.plan import require_trainable
-
     if options.recipe.is_dir() or options.what_if:
         return _what_if(options)
-    config = load(options.recipe, _with_profile(options))
-    profile = profile_of(config, options.profile)
-    require_trainable(config)
-    require_room(config, profile.payload)
+    config, profile = job_of(options.recipe, options.overrides, options.profile)
 
     from rich.console import Console
 
@@ -140,31 +135,53 @@ def simulate_recipe(options: argparse.Namespace) -> int:
     return write_json(options.json, _as_json(options.recipe, profile, results))
 
 
+def job_of(
+    recipe: str | Path | Mapping[str, Any], overrides: Sequence[str], profile: str | None
+) -> tuple[Config, Profile]:
+    """Return a recipe and the profile of its devices. Raises ConfigError, one line, if it cannot be simulated."""
+    from omni_async.performance.profile import require_room
+    from omni_async.roles.plan import require_trainable
+
+    config = load(recipe, _with_profile(overrides, profile))
+    found = profile_of(config, profile)
+    require_trainable(config)
+    require_room(config, found.payload)
+    return config, found
+
+
+def measured_job(
+    recipe: str | Path | Mapping[str, Any], overrides: Sequence[str], profile: str | None
+) -> tuple[MeasuredRun, list[Path]]:
+    """Return a run's recipe, profile and measured times, or a recipe and its profile; and the files that were read.
+
+    Raises ConfigError, one line."""
+    from omni_async.records.write.rundir import RunDirectory
+    from omni_async.simulation.run_folder import MeasuredRun, read_measured
+
+    path = None if isinstance(recipe, Mapping) else Path(recipe)
+    if path is not None and path.is_dir():
+        if overrides or profile is not None:
+            given = overrides[0] if overrides else "--profile"
+            raise ConfigError(
+                f"{given}: the folder of a run has its recipe and its profile; give a recipe to change them"
+            )
+        return read_measured(path), RunDirectory(path).parts
+    config = load(recipe, _with_profile(overrides, profile))
+    return MeasuredRun(config, profile_of(config, profile), [], None), inputs_of(path, config)
+
+
 def _what_if(options: argparse.Namespace) -> int:
     """Predict the gains of single changes to a finished run, or to a job described by a recipe and a profile."""
     import msgspec
     from rich.console import Console
 
-    from omni_async.records.write.rundir import RunDirectory
     from omni_async.simulation.report import show_what_if
-    from omni_async.simulation.run_folder import MeasuredRun, read_measured
     from omni_async.simulation.what_if import what_if
 
     for name in ("sweep", "updates", "bundle"):
         if getattr(options, name):
             raise ConfigError(f"--{name}: not for what one change would buy; leave it out")
-    if options.recipe.is_dir():
-        if options.overrides or options.profile is not None:
-            given = options.overrides[0] if options.overrides else "--profile"
-            raise ConfigError(
-                f"{given}: the folder of a run has its recipe and its profile; give a recipe to change them"
-            )
-        run = read_measured(options.recipe)
-        inputs = RunDirectory(options.recipe).parts
-    else:
-        config = load(options.recipe, _with_profile(options))
-        run = MeasuredRun(config, profile_of(config, options.profile), [], None)
-        inputs = inputs_of(options.recipe, config)
+    run, inputs = measured_job(options.recipe, options.overrides, options.profile)
     require_writable("--json", options.json, inputs)
     with live_bar("{task.description}", "bar", total=100) as bar:
         progress = None if bar is None else lambda made, jobs, name: bar(name, 100 * made // jobs)
@@ -173,9 +190,8 @@ def _what_if(options: argparse.Namespace) -> int:
     return write_json(options.json, msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
 
 
-def _with_profile(options: argparse.Namespace) -> list[str]:
-    named = [] if options.profile is None else [f"emulation.profile={json.dumps(options.profile)}"]
-    return [*options.overrides, *named]
+def _with_profile(overrides: Sequence[str], profile: str | None) -> list[str]:
+    return [*overrides, *([] if profile is None else [f"emulation.profile={json.dumps(profile)}"])]
 
 
 def profile_of(config: Config, name: str | None) -> Profile:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_async.commands.command_line import add_command, add_recipe, print_error, print_line
-from omni_async.config import ConfigError, load
+from omni_async.config import Config, ConfigError, load
+
+if TYPE_CHECKING:
+    from omni_async.records.write.summary import Summary
 
 _TRAIN = """\
 Train from a recipe. Every value of the YAML file can be overridden on the command line:
@@ -27,12 +30,32 @@ def add_train(commands: Any) -> None:
 
 def train(options: argparse.Namespace) -> int:
     """Return the exit code. Raises ConfigError, one line, before anything starts."""
-    from omni_async.runtime.preflight.check import preflight
     from omni_async.runtime.preflight.resume import nothing_to_do
 
     config = load(options.recipe, options.overrides)
     if (done := nothing_to_do(config)) is not None:
         return print_line(done)
+    summary = run_to_its_end(config)
+    from omni_async.runtime.driver.train import EXIT_CODES
+
+    for problem in problems_of(summary):
+        print_error(problem)
+    if summary.unwritten:
+        return 1
+    return EXIT_CODES[summary.status]
+
+
+def problems_of(summary: Summary) -> list[str]:
+    """Return a line for each problem of a run that has ended."""
+    failed = [f"the run failed: {summary.reason}"] if summary.status == "failed" else []
+    lost = ", ".join(f"{name} ({why})" for name, why in summary.unwritten.items())
+    return [*failed, *([f"not everything could be written: {lost}"] if lost else [])]
+
+
+def run_to_its_end(config: Config, **hooks: Any) -> Summary:
+    """Check a recipe and run it. `hooks`: arguments of the driver's `train`. Raises ConfigError, one line."""
+    from omni_async.runtime.preflight.check import preflight
+
     inputs = preflight(config)
 
     from omni_async.records.write.rundir import RunDirectoryError
@@ -40,13 +63,6 @@ def train(options: argparse.Namespace) -> int:
     from omni_async.runtime.driver import train as driver
 
     try:
-        summary = driver.train(inputs)
+        return driver.train(inputs, **hooks)
     except (RunDirectoryError, SinkUnusableError) as error:
         raise ConfigError(str(error)) from None
-    if summary.status == "failed":
-        print_error(f"the run failed: {summary.reason}")
-    if summary.unwritten:
-        lost = ", ".join(f"{name} ({why})" for name, why in summary.unwritten.items())
-        print_error(f"not everything could be written: {lost}")
-        return 1
-    return driver.EXIT_CODES[summary.status]

@@ -30,7 +30,7 @@ from omni_async.config.redact import redact, shown
 from omni_async.config.schedule import SCHEDULES, apply_schedule
 from omni_async.config.schema import Config
 from omni_async.config.section import Section
-from omni_async.config.tree import errors_of, files_of, named_paths, overridden, read_tree
+from omni_async.config.tree import MAPPING, errors_of, files_of, named_paths, overridden, read_tree, tree_of
 from omni_async.config.yaml_text import ConfigError, to_yaml
 from omni_async.plugins.entry_points import OBJECTIVES, did_you_mean, find_registered, registered_names
 from omni_async.plugins.families import family_names, find_family
@@ -47,16 +47,20 @@ LARGEST_JSON = 10_000_000
 LFS_POINTER = b"version https://git-lfs"
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), within: Path | None = None) -> Config:
-    """Load the recipe at `path` with `overrides` `key.path=value`.
+def load(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), within: Path | None = None) -> Config:
+    """Load a recipe, the path of a file or a mapping of sections, with `overrides` `key.path=value`.
 
-    `within`: the run's folder, for a recipe of a run. Imports nothing heavy. Raises ConfigError, one line."""
-    tree = read_tree(Path(path), overrides, within)
+    Paths in a mapping are relative to the working directory. `within`: the run's folder, for a recipe of a run. Imports
+    nothing heavy. Raises ConfigError, one line."""
+    if isinstance(recipe, Mapping):
+        return _checked(tree_of(recipe, overrides), Path(MAPPING), overrides)
+    path = Path(recipe)
+    tree = read_tree(path, overrides, within)
     if within is not None and not (tree.get("emulation") or _at(tree, "model", "pipeline")):
-        with errors_of(Path(path)):
+        with errors_of(path):
             decode(tree, Config)
             raise ConfigError("model.pipeline: missing, which every run writes; the model's folder is not read")
-    return _checked(tree, Path(path), overrides)
+    return _checked(tree, path, overrides)
 
 
 def _at(tree: Any, *keys: str) -> Any:

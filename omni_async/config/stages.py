@@ -180,7 +180,8 @@ Scalar = str | int | float | bool
 
 class Scorer(Section, kw_only=True, frozen=True):
     name: str
-    """A registered scorer (`omni-async list` shows them), or your own class or function: `module:Class`."""
+    """A registered scorer (`omni-async list` shows them), or your own class or function: `module:name` or
+    `path/file.py:name`."""
     weight: Weight = 1.0
     """Factor in the weighted sum, exponent in the product (weights are not normalised)."""
     params: dict[str, Any] = msgspec.field(default_factory=dict)

@@ -6,8 +6,10 @@ always, are relative to the working directory.
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +40,8 @@ _OWN_PATHS = {
     "image_reward": ("path", "weights"),
     "hps_v3": ("path", "weights", "question"),
 }
+MAPPING = "the recipe"  # names a recipe that is no file in errors
+_FILE = re.compile(r"(.+\.py):[^:]+")
 _LONGEST_CHAIN = 8
 _DEEPEST = 50  # levels of nesting; the schema has five
 _LARGEST_FILE = 2**18  # bytes; PyYAML reads about 100 kB a second
@@ -49,6 +53,31 @@ def read_tree(path: Path, overrides: Sequence[str], within: Path | None = None) 
 
     `within`: a folder that must contain the recipe and the recipes it extends."""
     return overridden(_read(path, within), overrides, path)
+
+
+def tree_of(recipe: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the tree of a recipe that is a mapping; paths are relative to the working directory. Raises ConfigError.
+
+    It may hold tuples and `Path`s, and extend a file."""
+    tree = json.loads(json_of(recipe, MAPPING))
+    return overridden(_based(tree, Path(MAPPING), None), overrides, Path(MAPPING))
+
+
+def json_of(value: Any, where: str) -> str:
+    """Return a value of a recipe as JSON; it may hold tuples and `Path`s.
+
+    Raises ConfigError, one line that begins with `where`, for any other type."""
+
+    def plain(other: Any) -> Any:
+        if isinstance(other, Path | Mapping):
+            return dict(other) if isinstance(other, Mapping) else str(other)
+        raise TypeError(f"a value is of type {type(other).__name__}")
+
+    try:
+        return json.dumps(value, default=plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        expected = "expected texts, numbers, true, false, None, lists and mappings"
+        raise ConfigError(f"{where}: {error}; {expected}") from None
 
 
 def overridden(tree: dict[str, Any], overrides: Sequence[str], path: Path) -> dict[str, Any]:
@@ -82,6 +111,7 @@ def named_paths(tree: Mapping[str, Any]) -> Iterator[str]:
     for server in tree["reward"]["servers"]:
         yield from _absolute(server["model"])
     for scorer in tree["reward"]["scorers"]:
+        yield from _absolute(file_of(scorer["name"]))
         texts = [text for value in scorer["params"].values() for text in _absolute(value)]
         known = [text for key in path_params(scorer["name"]) for text in _absolute(scorer["params"].get(key))]
         # pathlib raises for a long text, or a folder without permission.
@@ -105,7 +135,7 @@ def errors_of(file: Path) -> Iterator[None]:
 def _read(
     path: Path, within: Path | None, above: tuple[Path, ...] = (), files: list[Path] | None = None
 ) -> dict[str, Any]:
-    """Read the file's tree, with paths resolved, and merge it over its base (`extends`). Append to `files`."""
+    """Read the file's tree, with paths resolved and merged over its base (`extends`). Append to `files`."""
     if files is not None:
         files.append(path)
     asked = f" ({above[-1]} extends it)" if above else ""
@@ -120,6 +150,17 @@ def _read(
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, got {type(tree).__name__}")
+    return _based(tree, path, within, above, files)
+
+
+def _based(
+    tree: dict[str, Any],
+    path: Path,
+    within: Path | None,
+    above: tuple[Path, ...] = (),
+    files: list[Path] | None = None,
+) -> dict[str, Any]:
+    """Resolve the paths of the tree at `path`, and merge it over its base (`extends`)."""
     with errors_of(path):
         require_plain_tree(tree)
     for key in _PATHS:
@@ -205,13 +246,18 @@ def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
     section[key] = _resolved(path, given, folder, hub=path in ("model.path", "algorithm.teacher.path"))
 
 
+def file_of(scorer: str) -> str | None:
+    """Return the file of a scorer `path/file.py:name`, None for any other name."""
+    return None if (found := _FILE.fullmatch(scorer)) is None else found[1]
+
+
 def path_params(scorer: str) -> tuple[str, ...]:
     """Return the names of a scorer's parameters that are paths; none for a `module:Class`, which interprets its own."""
     return () if ":" in scorer else _OWN_PATHS.get(scorer, _SCORER_PATHS)
 
 
 def _anchor_scorers(tree: dict[str, Any], folder: Path) -> None:
-    """Make the paths of servers' models and of scorers' parameters absolute."""
+    """Make the paths of servers' models, and of scorers' files and parameters, absolute."""
     section = tree.get("reward")
     servers = section.get("servers") if isinstance(section, dict) else None
     for number, server in enumerate(servers if isinstance(servers, list) else []):
@@ -219,10 +265,15 @@ def _anchor_scorers(tree: dict[str, Any], folder: Path) -> None:
             server["model"] = _resolved(f"reward.servers.{number}.model", server["model"], folder, hub=True)
     scorers = section.get("scorers") if isinstance(section, dict) else None
     for number, scorer in enumerate(scorers if isinstance(scorers, list) else []):
-        params = scorer.get("params") if isinstance(scorer, dict) else None
+        if not isinstance(scorer, dict):
+            continue
+        name, params = str(scorer.get("name", "")), scorer.get("params")
+        if (file := file_of(name)) is not None:
+            path = _resolved(f"reward.scorers.{number}.name", file, folder, hub=False)
+            scorer["name"] = path + name[len(file) :]
         if not isinstance(params, dict):
             continue
-        for key in path_params(str(scorer.get("name", ""))):
+        for key in path_params(name):
             given = params.get(key)
             if isinstance(given, str) and not given.startswith(REFERENCE):
                 params[key] = _resolved(f"reward.scorers.{number}.params.{key}", given, folder, hub=True)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from omni_async.config.stages import Reward, Scorer
+from omni_async.config.tree import file_of
 from omni_async.types import Prompt, Score
 
 # Bound of a value that does not count in the reward, but whose mean and spread are metrics.
@@ -43,8 +44,10 @@ class Column(NamedTuple):
 
 
 def labels_of(scorers: Sequence[Scorer]) -> tuple[str, ...]:
-    """Return one label per scorer: its name, with a number from the second scorer of that name on."""
-    names = [one.name for one in scorers]
+    """Return one label per scorer: its name, with a number from the second scorer of that name on.
+
+    A scorer `path/file.py:name` has the label `file.py:name`."""
+    names = [one.name if file_of(one.name) is None else one.name.rpartition("/")[2] for one in scorers]
     numbers = [names[: i + 1].count(name) for i, name in enumerate(names)]
     return tuple(name if number == 1 else f"{name}_{number}" for name, number in zip(names, numbers, strict=True))
 

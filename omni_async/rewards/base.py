@@ -1,4 +1,4 @@
-"""Defines the interface of scorers: functions from a batch of media and prompts to finite scores.
+"""Defines the interface of scorers: from a batch of media and prompts to finite scores.
 
 It also checks a scorer's input and output. The errors name the scorer and the sample."""
 
@@ -10,8 +10,6 @@ import re
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from numbers import Real
 from typing import Any, cast
-
-import numpy as np
 
 from omni_async.media import Media
 from omni_async.types import Prompt, Score
@@ -26,6 +24,8 @@ LARGEST = 1e100
 _UNFIT = re.compile(r"[\ud800-\udfff\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 Addresses = Callable[[str], Awaitable[dict[str, str]]]
+# A list of `Score` or numbers, or a 1-D array or tensor; `require_scores` checks it.
+Scores = Any
 
 
 class ScoreError(RuntimeError):
@@ -86,7 +86,7 @@ class Scorer:
     deterministic: bool = False
     version: str = ""
 
-    def score(self, media: list[Any], prompts: list[Prompt], /) -> list[Score] | Awaitable[list[Score]]:
+    def score(self, media: list[Any], prompts: list[Prompt], /) -> Scores | Awaitable[Scores]:
         """Score a batch.
 
         A plain method may block and is called in a worker thread. An `async def` is awaited on the worker's event loop
@@ -97,8 +97,9 @@ class Scorer:
         worker with too many hanging calls is replaced.
 
         `media` are `omni_async.media.Media` of NumPy arrays or, without `accepts`, images uint8 (height, width, 3). Do
-        not write to them. Return as many scores as prompts, all finite; raise any exception otherwise. The same sample
-        may be passed again: alone if its batch failed, and as a known-good check if other samples fail."""
+        not write to them. Return as many scores as prompts, all finite: a list of `Score` or numbers, or a 1-D array or
+        tensor. Raise any exception otherwise. The same sample may be passed again: alone if its batch failed, and as a
+        known-good check if other samples fail."""
         raise NotImplementedError
 
     @staticmethod
@@ -216,12 +217,16 @@ def require_scores(scorer: str, scores: Any, prompts: Sequence[Prompt]) -> list[
         prompts: the prompts that the scorer was called with.
 
     Raises:
-        ScoreError: `scores` is not a list of one `Score` per prompt, or a value or part is not a finite number."""
+        ScoreError: `scores` is neither a list of one `Score` or number per prompt nor a 1-D array or tensor, or a value
+            or part is not a finite number."""
     if isinstance(scores, Coroutine):
         scores.close()  # it will never be awaited
-        raise ScoreError(f"scorer {scorer!r} returned a coroutine: make score itself `async def`")
+        raise ScoreError(f"scorer {scorer!r} returned a coroutine: make the scorer itself `async def`")
+    if getattr(scores, "ndim", None) == 1 and hasattr(scores, "tolist"):
+        scores = scores.tolist()
     if not isinstance(scores, list | tuple):
-        raise ScoreError(f"scorer {scorer!r} returned a {_kind(scores)}, expected a list of Score")
+        found = "None (is its `return` missing?)" if scores is None else f"a {_kind(scores)}"
+        raise ScoreError(f"scorer {scorer!r} returned {found}, expected a list of Score or numbers, one per sample")
     if len(scores) != len(prompts):
         raise ScoreError(f"scorer {scorer!r} returned {len(scores)} scores for {len(prompts)} samples")
     return [
@@ -231,9 +236,9 @@ def require_scores(scorer: str, scores: Any, prompts: Sequence[Prompt]) -> list[
 
 
 def require_score(where: str, score: Any) -> Score:
-    """Return one score as `require_scores` does; `where` begins its errors. Raises ScoreError."""
+    """Return one score, or a number as a score, as `require_scores` does. `where` begins errors. Raises ScoreError."""
     if not isinstance(score, Score):
-        raise ScoreError(f"{where}: a {_kind(score)}, expected a Score")
+        return Score(_finite(where, "the score", score))
     if not isinstance(score.text, str | None):
         raise ScoreError(f"{where}: text is a {_kind(score.text)}, expected a str or None")
     if not isinstance(score.values, tuple):
@@ -269,8 +274,9 @@ def _fit(text: str) -> str:
 
 
 def _finite(where: str, part: str, number: Any) -> float:
-    # All scalars of NumPy but its bool are Real. A bool counts as a score of 0 or 1.
-    if not isinstance(number, Real | np.bool_):
+    if not isinstance(number, Real) and getattr(number, "ndim", None) == 0:  # of an array, a tensor, NumPy's bool
+        number = number.item()
+    if not isinstance(number, Real):  # a bool counts as a score of 0 or 1
         raise ScoreError(f"{where}: {part} is a {_kind(number)}, expected a number")
     try:
         plain = float(number)

@@ -143,7 +143,7 @@ class ScorerCalls:
 async def _awaited(label: str, scorer: Scorer, secrets: Set[str], media: MediaList, prompts: Prompts) -> Reply:
     """Await an asynchronous scorer. Raises nothing but its own cancellation."""
     try:
-        found = await scorer.score(shown_to(label, scorer, media), prompts)  # type: ignore[misc]
+        found = await scorer.score(shown_to(label, scorer, media), prompts)
         return require_scores(label, found, prompts)
     except asyncio.CancelledError:
         if is_cancelled():

@@ -1,6 +1,7 @@
 """Finds scorers by name, and turns the `params` of a recipe into arguments of their constructors.
 
-A name is in the table below, or an entry point of the group `omni_async.scorers`, or `module:Class`. Parameters are the
+A name is in the table below, or an entry point of the group `omni_async.scorers`, or names a class or function as
+`module:name` or `path/file.py:name`, or is one that Python code passed (`functions.py`). Parameters are the
 constructor's keyword arguments, checked against its type hints (`Annotated[int, Meta(ge=1)]` bounds included). A
 scorer's module is foreign code: any failure of its import becomes one line with the place of the failure.
 
@@ -16,21 +17,24 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
+from functools import partial
+from importlib import import_module, util
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast, get_type_hints
 
 import msgspec
+import xxhash
 
 from omni_async.accelerator import require_accelerator
 from omni_async.config import stages
 from omni_async.config.redact import REFERENCE, SHORTEST, redact, redact_text, resolve_references, secrets_in
+from omni_async.config.tree import file_of
 from omni_async.control.reward_formula import is_asked
 from omni_async.plugins.entry_points import find_point, registered_names
 from omni_async.plugins.families import PARTS, MediaShape
-from omni_async.rewards import base
+from omni_async.rewards import base, functions
 from omni_async.rewards.base import Scorer, accepted_parts, declared, is_scorer
 from omni_async.rewards.failures import call_discreetly, place_of
 from omni_async.types import Prompt
@@ -77,32 +81,80 @@ def names() -> tuple[str, ...]:
 
 
 def _load(name: str) -> type[Any]:
-    if ":" not in name:
+    loaded = _object(name)
+    if is_scorer(loaded):
+        return cast(type[Any], loaded)
+    if not callable(loaded) or isinstance(loaded, type):
+        expected = "is not a class with a method `score(media, prompts)`, and no function (images, prompts)"
+        raise _refused(name, f"{name.rpartition(':')[2]!r} {expected}")
+    try:
+        return functions.scorer_of(loaded)
+    except ValueError as error:
+        raise _refused(name, str(error)) from None
+
+
+def _object(name: str) -> Any:
+    """Return the object that a scorer's name names. Raises ScorerConfigError."""
+    if name.startswith(functions.PASSED):
         try:
-            point = find_point(name, ENTRY_POINT_GROUP, f"scorer {name!r}", _BUILT_IN, " or your own 'module:Class'")
+            return _imported(name, name, partial(functions.passed, name))
+        except functions.NotPassed:
+            way = "it was passed to omni_async.train and has no import path; pass it as reward= from Python again"
+            raise _refused(name, way) from None
+    if (file := file_of(name)) is not None:
+        if not Path(file).is_file():
+            raise _refused(name, f"there is no file {file}")
+        return _attribute(name, _imported(name, file, partial(_run_file, file)), file, name[len(file) + 1 :])
+    if ":" not in name:
+        own = " or your own 'module:name' or 'path/file.py:name'"
+        try:
+            point = find_point(name, ENTRY_POINT_GROUP, f"scorer {name!r}", _BUILT_IN, own)
         except ValueError as error:
             raise ScorerConfigError(str(error)) from None
     elif not _OWN.fullmatch(name):
-        raise _refused(name, "expected 'module:Class', names joined by dots (no path, no leading dot, no suffix)")
+        raise _refused(name, "expected 'module:name', names joined by dots, or 'path/file.py:name'")
     else:
         point = EntryPoint(name=name, value=name, group=ENTRY_POINT_GROUP)
-    loaded: Any = _imported(name, point.module)
-    for attribute in point.attr.split("."):
+    module = _imported(name, point.module, partial(import_module, point.module))
+    return _attribute(name, module, point.module, point.attr)
+
+
+def _attribute(name: str, module: ModuleType, shown: str, attributes: str) -> Any:
+    loaded: Any = module
+    for attribute in attributes.split("."):
         if not hasattr(loaded, attribute):
-            classes = (value for value in vars(loaded).values() if isinstance(value, type))
-            found = [value.__name__ for value in classes if value.__module__ == point.module]
-            defined = f"it defines {', '.join(found) or 'no class'}"
-            raise _refused(name, f"module {point.module!r} has no {point.attr!r}; {defined}")
+            named = [key for key, value in vars(loaded).items() if getattr(value, "__module__", "") == module.__name__]
+            defined = f"it defines {', '.join(named) or 'no class or function'}"
+            raise _refused(name, f"module {shown!r} has no {attributes!r}; {defined}")
         loaded = getattr(loaded, attribute)
-    if not is_scorer(loaded):
-        raise _refused(name, f"{point.value!r} is not a class with a method `score(media, prompts)`")
     return loaded
 
 
-def _imported(name: str, module: str) -> ModuleType:
-    """Import the module. Any failure becomes a ScorerConfigError with its text and its place."""
+def _run_file(file: str) -> ModuleType:
+    """Import a file as a module, once for each content. Its folder is added to the end of the Python path."""
+    path = Path(file)
+    module_name = f"{path.stem}_{xxhash.xxh3_64_hexdigest(file.encode() + path.read_bytes())}"
+    if (known := sys.modules.get(module_name)) is not None:
+        return known
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None, "its name ends in .py"
+    module = sys.modules[module_name] = util.module_from_spec(spec)
     try:
-        return import_module(module)
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module
+
+
+def _imported(name: str, module: str, load: Callable[[], Any]) -> Any:
+    """Return what `load` returns. Any failure becomes a ScorerConfigError with its text and its place."""
+    try:
+        return load()
+    except functions.NotPassed:
+        raise
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             why = f"there is no {error.name!r} in {_searched()}; start in its folder, or add it to PYTHONPATH"

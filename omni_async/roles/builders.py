@@ -158,10 +158,12 @@ def rewarder(context: WorkerContext) -> Rewarder:
     inputs, config = context.inputs, context.config
     if inputs.profile is not None:
         return EmulatedRewarder(context.name, config, inputs.profile, context.coordinator, context.store, context.clock)
+    from omni_async.rewards.functions import receive
     from omni_async.rewards.loaded import LoadedReward
     from omni_async.rewards.pooled import build_for
     from omni_async.rewards.probe import Probe
 
+    receive(inputs.passed)
     reward = LoadedReward.load(config.reward, config.placement.reward.gpus, partial(build_for, config.reward))
     probe = Probe.of(config, inputs.prompts)
     return Rewarder(context.name, config, reward, context.coordinator, context.store, context.clock, probe)

@@ -24,7 +24,8 @@ class RunInputs:
 
     `profile`, with times and payloads scaled, is replayed by emulated devices; None: the devices are real. `notes` are
     for the console. `contents` are digests of the files that the configuration names. `changes` are its differences
-    from the checkpoint's recipe."""
+    from the checkpoint's recipe. `passed` are pickles of the rewards that Python code passed, by name, for workers in
+    other processes."""
 
     config: Config
     family: PipelineFamily
@@ -37,3 +38,4 @@ class RunInputs:
     notes: tuple[str, ...] = ()
     contents: Mapping[str, str] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()
+    passed: Mapping[str, bytes] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.config import Config, stages
 from omni_async.plugins.services import Service, ServiceSite
+from omni_async.rewards.functions import receive
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.pooled import path_in_pool, scorers_of
 from omni_async.rewards.scorers.addresses import KnownAddresses
@@ -32,6 +33,7 @@ def build(context: WorkerContext) -> ServiceHost:
     """Build the worker in its process; its scorers are loaded when it starts."""
     pool = next(pool for pool in context.config.reward.pools if pool.name == context.worker.role)
     context.limit_threads(pool.resources.cpus)
+    receive(context.inputs.passed)
     return ServiceHost(context.name, PoolService(context.service_site(), pool), context.coordinator)
 
 

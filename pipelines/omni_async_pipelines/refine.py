@@ -151,7 +151,7 @@ class Refine:
             shown = shown_to(self._label, self._judge, [one for one, _ in drawn])
             prompts = [prompt for _, prompt in drawn]
             scores: Any = (
-                await self._judge.score(shown, prompts)  # type: ignore[misc]
+                await self._judge.score(shown, prompts)
                 if is_async(self._judge)
                 else await in_daemon_thread(self._judge.score, shown, prompts)
             )

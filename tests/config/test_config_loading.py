@@ -13,11 +13,13 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from omni_async.algorithms.checks import correction_problems
+from omni_async.checkpoint.contents import reward_contents
 from omni_async.config import ConfigError, check, load, resolved_yaml
 from omni_async.config.algorithm import Correction, automatic_correction
 from omni_async.config.hub import how_to_get
 from omni_async.config.load import family_of, inputs_of
 from omni_async.config.redact import is_secret_key
+from omni_async.control.reward_formula import labels_of
 from omni_async.plugins.families import PipelineFamily, SamplingSpec, family_names, find_family
 from tests.config.recipe import MINIMAL, complaint_about, load_text
 
@@ -373,6 +375,51 @@ def test_paths_of_scorers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert other == {"weights": "b"}
     said = "reward.scorers.0.params.path=elsewhere"
     assert load(recipe, [said]).reward.scorers[0].params["path"] == str(tmp_path / "elsewhere")
+
+
+def test_files_of_scorers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    recipe = tmp_path / "recipes" / "recipe.yaml"
+    recipe.write_text(MINIMAL.replace("{name: ocr}", "{name: 'own/taste.py:taste'}, {name: 'own.taste:taste'}"))
+    names = [scorer.name for scorer in load(recipe).reward.scorers]
+    assert names == [f"{tmp_path / 'recipes' / 'own' / 'taste.py'}:taste", "own.taste:taste"]
+    assert labels_of(load(recipe).reward.scorers) == ("taste.py:taste", "own.taste:taste")
+    other = load(recipe, ["reward.scorers.0.name=taste.py:taste"])
+    assert other.reward.scorers[0].name == f"{tmp_path / 'taste.py'}:taste"
+    (tmp_path / "taste.py").touch()
+    assert inputs_of(recipe, other) == [recipe, tmp_path / "taste.py"]
+    before = reward_contents(other)
+    (tmp_path / "taste.py").write_text("TASTE = 1\n")
+    assert before.keys() == {"reward.scorers.0.file"} and before != reward_contents(other)
+
+
+def test_recipes_that_are_mappings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tree = yaml.safe_load(MINIMAL)
+    (tmp_path / "recipe.yaml").write_text(MINIMAL)
+    assert load(tree) == load(tmp_path / "recipe.yaml") == load({"extends": "recipe.yaml"})
+    more = {
+        "extends": Path("recipe.yaml"),
+        "trainer": {"updates": 3},
+        "rollout": {"sde": {"window": {"range": (0, 6)}}},
+    }
+    found = load(more, ["trainer.updates=4"])
+    assert found.trainer.updates == 4 and found.rollout.sde.window.range == (0, 6)
+    assert more["trainer"] == {"updates": 3}, "it stays the caller's"
+    for wrong, said in (
+        ({"trainer": {"updats": 1}}, "the recipe: trainer.updats: unknown key; did you mean 'updates'"),
+        ({"trainer": {"updates": {1, 2}}}, "the recipe: a value is of type set; expected texts, numbers"),
+        ({"trainer": {"updates": 1j}}, "the recipe: a value is of type complex; expected texts, numbers"),
+        ({"extends": "no.yaml"}, f"no.yaml: no such file ({tmp_path}/the recipe extends it)"),
+    ):
+        assert _refused(tree | wrong).startswith(said)
+
+
+def _refused(tree: dict[str, object]) -> str:
+    with pytest.raises(ConfigError) as refused:
+        load(tree)
+    return str(refused.value)
 
 
 @pytest.mark.parametrize("text", ["/" + "rate the picture " * 40, "/proc/1/root/a.json"])

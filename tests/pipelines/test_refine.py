@@ -118,7 +118,7 @@ class Down(Reader):
 @pytest.mark.parametrize(
     ("judge", "failed", "why"),
     [
-        (NoNumber, [0, 1, 2, 3, 4], "scorer 'reader'.*expected a Score"),
+        (NoNumber, [0, 1, 2, 3, 4], "scorer 'reader'.*the score is nan, expected a finite number"),
         (Picky, [2], rf"^judge 'reader': RuntimeError: no licence for 2 \({re.escape(__file__)}:"),
         (Down, [0, 1, 2, 3, 4], "ConnectionRefusedError: nobody is there"),
     ],

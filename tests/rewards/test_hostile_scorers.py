@@ -71,15 +71,15 @@ def outcomes_of(answer, run=asyncio.run, **reward):
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (lambda count: None, "returned a NoneType, expected a list of Score"),
+        (lambda count: None, "returned None .*expected a list of Score or numbers"),
         (lambda count: (Score(1.0) for _ in range(count)), "returned a generator"),
         (lambda count: [], "returned 0 scores"),
         (lambda count: [Score(1.0)] * (count + 1), "returned [42] scores for [31] samples"),
-        (lambda count: [1.0] * count, "a float, expected a Score"),
+        (lambda count: [1.0] * (count + 1), "returned [42] scores for [31] samples"),
         (each(math.nan), "value is nan"),
         (each(-math.inf), "value is -inf"),
         (each("0.5"), "value is a str, expected a number"),
-        (each(np.ones(())), r"value is a ndarray of shape \(\), expected a number"),
+        (each(np.ones(1)), r"value is a ndarray of shape \(1,\), expected a number"),
         (each(10**400), "value is inf"),
         (each(np.timedelta64(1, "s")), "value is a timedelta64.*, expected a number"),
         (each(1.0, {"part": math.nan}), "part is nan"),
@@ -154,7 +154,7 @@ def test_an_asynchronous_scorer_is_reported_in_one_line():
     async def score():
         return []
 
-    with pytest.raises(ScoreError, match="scorer 'x' returned a coroutine: make score itself `async def`"):
+    with pytest.raises(ScoreError, match="scorer 'x' returned a coroutine: make the scorer itself `async def`"):
         require_scores("x", score(), [Prompt(0, "a")])
 
 

@@ -163,13 +163,13 @@ def test_a_failed_score_never_becomes_a_number(scorer, num_prompts, error):
 @pytest.mark.parametrize(
     ("scorer", "message"),
     [
-        (config("ocrr"), "'ocrr': expected one of .*or your own 'module:Class', got 'ocrr'; did you mean 'ocr'"),
+        (config("ocrr"), "'ocrr': expected one of .*or your own 'module:name' or .*, got 'ocrr'; did you mean 'ocr'"),
         (config("jpeg_size", qualty=3), "takes no parameter 'qualty'; it takes quality, sign, scale"),
         (config("jpeg_size", quality=300), "parameter 'quality': Expected `int` <= 95, got 300"),
         (config("jpeg_size", sign="up"), "parameter 'sign': Invalid enum value 'up'"),
         (config("no_such_module:X"), "cannot import 'no_such_module'"),
         (own("Nothing"), "has no 'Nothing'; it defines Nameless, Heir, Constant, Bright"),
-        (own("kilobytes"), "is not a class with a method `score("),
+        (own("IMAGES"), "is not a class with a method `score("),
     ],
 )
 def test_configuration_errors_say_what_is_allowed(scorer, message):
@@ -254,9 +254,9 @@ def test_ctrl_c_during_an_import_stays_ctrl_c(folder):
 
 
 def test_a_name_that_no_module_can_have_is_refused():
-    wrong = ("..x:Y", ".x:Y", "x.:Y", "scorers/own.py:Own", "own.py :Own", ":Own", "own:", "own:Own:x", "own:Own[a]")
+    wrong = ("..x:Y", ".x:Y", "x.:Y", "scorers/own:Own", "own.py :Own", ":Own", "own:", "own:Own:x", "own:Own[a]")
     for name in (*wrong, "1:2", "own\n:Own"):
-        assert "expected 'module:Class', names joined by dots" in refusal(name)
+        assert "expected 'module:name', names joined by dots" in refusal(name)
 
 
 @pytest.mark.parametrize("name", ["jpeg_size", "own"])

@@ -78,13 +78,10 @@ def score(options: argparse.Namespace) -> int:
     config = load(options.recipe, options.overrides)
     _check_outputs(options)
 
-    from omni_async.commands.scoring.samples import files_read, find_samples
-    from omni_async.commands.scoring.scoring import Scored, build_reward, prompt_checks
+    from omni_async.commands.scoring.samples import files_read
+    from omni_async.commands.scoring.scoring import build_reward, prompt_checks, rows_of
 
-    prompts = (config.data.prompts, config.validation.prompts if config.validation is not None else None)
-    images_in = [Path(file).parent for file in prompts if file is not None]
-    found = find_samples(options.paths, config.data.max_prompt_chars, images_in)
-    rows = [Scored(sample) for sample in found]
+    rows = rows_of(config, options.paths)
     inputs = [*inputs_of(options.recipe, config), *files_read(options.paths, [row.sample for row in rows])]
     for name in _OUTPUTS:
         if (path := getattr(options, name)) is not None:

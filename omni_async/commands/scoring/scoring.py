@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -18,7 +19,7 @@ from omni_async.aio.backoff import Backoff
 from omni_async.aio.clock import WallClock
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.commands.scoring.local_servers import local_servers
-from omni_async.commands.scoring.samples import Sample
+from omni_async.commands.scoring.samples import Sample, find_samples
 from omni_async.config import Config, ConfigError
 from omni_async.config.redact import one_line, redact_text
 from omni_async.config.stages import ScoreCache
@@ -47,6 +48,13 @@ class Scored(Struct):
     scores: list[Score] = field(default_factory=list)
     error: str | None = None
     cached: int = 0
+
+
+def rows_of(config: Config, paths: list[Path]) -> list[Scored]:
+    """Return a row without scores for every sample at the paths. Raises ConfigError, one line."""
+    prompts = (config.data.prompts, config.validation.prompts if config.validation is not None else None)
+    images_in = [Path(file).parent for file in prompts if file is not None]
+    return [Scored(sample) for sample in find_samples(paths, config.data.max_prompt_chars, images_in)]
 
 
 def prompt_checks(config: Config, samples: Sequence[Sample]) -> list[PromptCheck]:

@@ -9,6 +9,7 @@ run's folder until it has an update to record; its output is held in memory unti
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -89,6 +90,7 @@ class Observer:
         self.faults: list[Fault] = []
         self.on_lost: Callable[[str, str], None] = lambda name, reason: None
         self.on_closing: Callable[[], None] = lambda: None
+        self.on_line: Callable[[dict[str, Any]], None] = lambda line: None
         self._go_on_from(start)
 
     def recall(self, start: ControlState) -> None:
@@ -115,7 +117,7 @@ class Observer:
         # Reported by the summary if the coordinator is lost before its last event.
         conservation = {**events, "admitted": ledger.lines, "live": 0}
         self._last: dict[str, Any] = {"conservation": conservation, "images": start.images}
-        self._rewards = [_number(reward) for reward in start.rewards]
+        self._rewards = [math.nan if reward is None else reward for reward in start.rewards]  # null: not finite
         self._rounds = [*start.rounds]
         updates = range(start.version - len(start.rewards) + 1, start.version + 1)
         if (gaps := self._run.metrics_gaps(updates, [one.version for one in start.rounds])) is not None:
@@ -247,12 +249,16 @@ class Observer:
             "buffers/bytes_held/max": buffers["bytes"]["most"],
         }
         more = {name: data[name] for name in ("finished", "conservation")}
-        self._run.append_metrics(version, {**numbers, **more})
+        self._record(version, {**numbers, **more})
         self._sinks.metrics(numbers, version)
         self._latest = numbers
         if (warning := self._gradients.take(version, data["metrics"])) is not None:
             self._console.note(warning)
         self._show(version, numbers, data, busy)
+
+    def _record(self, version: int, line: dict[str, Any]) -> None:
+        self._run.append_metrics(version, line)
+        self.on_line({"update": version, **line})
 
     def _shared(self, data: dict[str, Any]) -> dict[str, float]:
         if not self._config.rollout.share_prefix or not data["steps"]:
@@ -337,7 +343,7 @@ class Observer:
     def _log_round(self, finished: Round, error: float | None) -> None:
         means = {f"validation/{name}": value for name, value in {"reward": finished.reward, **finished.parts}.items()}
         counts = {"not_scored": (finished.asked or 0) - (finished.scored or 0), **self._gain(finished)}
-        self._run.append_metrics(finished.version, line_of(finished, means, {**counts, "standard_error": error}))
+        self._record(finished.version, line_of(finished, means, {**counts, "standard_error": error}))
         self._sinks.metrics({name: one for name, one in (means | counts).items() if one is not None}, finished.version)
         if left_out := finished.left_out:
             self._sinks.remark("not_scored", f"version {finished.version}: {left_out}", finished.version)
@@ -391,8 +397,3 @@ class Observer:
 def _of_scorers(found: dict[str, dict[str, float]]) -> dict[str, float]:
     """Return the cost of every scorer since the last update, by metric name."""
     return {f"scorer/{label}/{name}": value for label, one in found.items() for name, value in one.items()}
-
-
-def _number(value: float | None) -> float:
-    """Return NaN for null, which a checkpoint holds in place of a number that was not finite."""
-    return float("nan") if value is None else value

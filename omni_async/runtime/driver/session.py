@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from omni_async.records.write.rundir import RunDirectoryError
 from omni_async.records.write.summary import Status
 from omni_async.rewards.base import WrongScorer
 from omni_async.runtime.cluster import Cluster, PeerLost
+from omni_async.runtime.driver.callbacks import Callback, CallbackFailed, Callbacks
 from omni_async.runtime.driver.control_socket import Request
 from omni_async.runtime.driver.observer import Observer
 from omni_async.runtime.keeper import Keeper, Restarts
@@ -33,6 +34,7 @@ from omni_async.runtime.keeper import Keeper, Restarts
 # Time for the coordinator to handle the driver's last calls and to return its events, and for the last samples.
 _LAST_EVENTS_S = 10.0
 _SAMPLES_S = 30.0
+_CALLBACKS_S = 60.0
 
 
 @dataclass
@@ -58,13 +60,23 @@ class Ending:
 
 
 class Session:
-    def __init__(self, config: Config, cluster: Cluster, observer: Observer, restarts: Restarts, clock: Clock) -> None:
+    def __init__(
+        self,
+        config: Config,
+        cluster: Cluster,
+        observer: Observer,
+        restarts: Restarts,
+        clock: Clock,
+        callbacks: Sequence[Callback],
+    ) -> None:
         self._closing_s = config.run.closing_timeout_s
         self._cluster = cluster
         self._observer = observer
         self._roles, self._services = Supervisor(), Supervisor()
         self._table = roles_of(config)
         self._keeper = Keeper(cluster, self._roles, restarts, clock, observer.tell, observer.fault, self._table)
+        self._callbacks = Callbacks(callbacks)
+        observer.on_line = self._callbacks.put
         observer.on_lost, observer.on_closing = self._keeper.give_up, self._keeper.stop_replacing
 
     async def run(self, interrupted: asyncio.Event) -> Ending:
@@ -72,6 +84,7 @@ class Session:
         async with self._services as services, self._roles as roles:
             watching = services.start_task("driver", observer.watch(cluster.coordinator, cluster.store))
             services.start_task("interrupts", _stop_when(interrupted, cluster))
+            services.start_task("callbacks", self._callbacks.run())
             for name, work in cluster.services().items():
                 services.start_task(name, work)
             for name, work in cluster.work().items():
@@ -101,6 +114,8 @@ class Session:
         unfinished, ending.lost = await _settle(self._roles, self._closing_s)
         unrecorded = await self._take_last_events(watching)
         await observer.samples_written(_SAMPLES_S)
+        if failure is None and self._callbacks.functions:
+            failure = await self._last_callbacks()
         # The coordinator keeps the first failure that it learned of; later failures are consequences.
         ended = observer.ended or {"status": "failed", "reason": "the coordinator never said how the run ended"}
         if observer.ended and ended["status"] == "failed":
@@ -127,6 +142,17 @@ class Session:
                 if watching.cancelled() or error is not None:
                     await self._observer.count(self._cluster.coordinator)
         return unrecorded
+
+    async def _last_callbacks(self) -> TaskFailed | None:
+        """Wait for the callbacks of the last lines, for a while. Return the failure of a callback."""
+        try:
+            async with asyncio.timeout(_CALLBACKS_S):
+                await first_of(self._services.wait(), self._callbacks.all_called())
+        except TaskFailed as failed:
+            return failed
+        except TimeoutError:
+            self._observer.tell(f"warning: a callback has not returned for {_CALLBACKS_S:g} s; the run ends without it")
+        return None
 
     async def answer(self, request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
         """Answer `omni-async status` and `scale`; `tell`: callback for progress lines.
@@ -179,7 +205,7 @@ async def _stop_when(interrupted: asyncio.Event, cluster: Cluster) -> None:
 def describe(error: BaseException) -> str:
     if isinstance(error, TaskFailed) and error.__cause__ is not None:
         error = error.__cause__
-    if isinstance(error, PeerLost | RunDirectoryError | WrongScorer):
+    if isinstance(error, PeerLost | RunDirectoryError | WrongScorer | CallbackFailed):
         return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 

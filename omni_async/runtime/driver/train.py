@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import logging
 import sys
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import msgspec
@@ -24,7 +25,7 @@ from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import Stopped, is_cancelled, unless
 from omni_async.checkpoint.folders import newest_first
 from omni_async.checkpoint.state import CheckpointError
-from omni_async.config import ConfigError
+from omni_async.config import Config, ConfigError
 from omni_async.config.changed import changed
 from omni_async.config.ray_cluster import cluster_address
 from omni_async.config.redact import redact, redact_text
@@ -39,8 +40,11 @@ from omni_async.records.write.sinks.feed import Sinks
 from omni_async.records.write.sinks.registry import enabled, open_sinks
 from omni_async.records.write.summary import Summary
 from omni_async.rewards.base import WrongScorer
+from omni_async.rewards.failures import told
+from omni_async.rewards.functions import PASSED, passed
 from omni_async.roles.inputs import RunInputs
 from omni_async.runtime.cluster import Cluster, PeerLost
+from omni_async.runtime.driver.callbacks import Callback
 from omni_async.runtime.driver.control_socket import ControlSocket
 from omni_async.runtime.driver.observer import Observer
 from omni_async.runtime.driver.results import Results
@@ -51,8 +55,34 @@ from omni_async.runtime.preflight.resume import newest_of_run
 logger = logging.getLogger(__name__)
 
 EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 130}
+_FROM_PYTHON = "only omni_async.train(..., reward=...) from Python"
 # Seconds for a cluster to close, in a run that leaves at once.
 _SOON_S = 5.0
+
+
+def _passed_rewards(config: Config) -> list[str]:
+    """Return the names of rewards that Python code passed, which have no import path."""
+    scorers = config.reward.scorers if config.emulation is None else ()
+    return [one.name for one in scorers if one.name.startswith(PASSED)]
+
+
+def _pickled(config: Config, names: Sequence[str]) -> dict[str, bytes]:
+    """Pickle rewards for workers in other processes. Raises ConfigError, one line, if one cannot be pickled."""
+    if not names or config.run.runtime == "inprocess":
+        return {}
+    from omni_async.runtime.on_ray.local import prepare_driver
+
+    prepare_driver()  # before Ray is imported
+    from ray import cloudpickle
+
+    pickled = {}
+    for name in names:
+        try:
+            pickled[name] = cloudpickle.dumps(passed(name))
+        except Exception as error:  # noqa: BLE001 (pickling runs foreign code)
+            why = f"{told(error)}; create such objects inside the function, or set run.runtime=inprocess"
+            raise ConfigError(f"reward: {name} cannot be pickled for the reward workers: {why}") from None
+    return pickled
 
 
 def build_cluster(inputs: RunInputs, run: RunDirectory, attempt: int) -> Cluster:
@@ -74,23 +104,38 @@ def build_cluster(inputs: RunInputs, run: RunDirectory, attempt: int) -> Cluster
     return RayCluster(inputs, run, attempt)
 
 
-def train(inputs: RunInputs, console: Console | None = None) -> Summary:
+def train(
+    inputs: RunInputs,
+    console: Console | None = None,
+    callbacks: Sequence[Callback] = (),
+    begun: Callable[[RunDirectory], object] = lambda run: None,
+) -> Summary:
     """Run to the end.
 
-    Raises RunDirectoryError, SinkUnusableError, or ConfigError for problems that only the cluster could detect, before
-    anything is generated; every other failure is in the summary's status and reason."""
+    Args:
+        inputs: the checked recipe, with its data.
+        console: shows the run; None: standard output.
+        callbacks: called with every line of the metrics.
+        begun: called with the run's folder once it exists.
+
+    Raises:
+        RunDirectoryError, SinkUnusableError, ConfigError: problems that only the cluster could detect, before anything
+            is generated. Every other failure is in the summary's status and reason."""
     config, clock = inputs.config, WallClock()
+    names = _passed_rewards(config)
+    inputs = dataclasses.replace(inputs, passed=_pickled(config, names))
     run = RunDirectory.create(config, clock) if inputs.run is None else RunDirectory.reopen(inputs.run)
     if inputs.run is None:
         run.append_changes(inputs.start.version, inputs.changes)
     console = console or for_stream(sys.stdout, config.trainer.updates, inputs.start.version)
+    begun(run)
     console.phase(f"run {run.run_id}")
-    for note in inputs.notes:
+    for note in (*inputs.notes, *(f"{name} has no import path: {_FROM_PYTHON} resumes the run" for name in names)):
         console.phase(note)
     memory = MemorySampler()
     memory.start()
     try:
-        return asyncio.run(_Run(inputs, run, console, memory).to_its_end())
+        return asyncio.run(_Run(inputs, run, console, memory, callbacks).to_its_end())
     finally:
         memory.stop()
         console.close()
@@ -98,8 +143,15 @@ def train(inputs: RunInputs, console: Console | None = None) -> Summary:
 
 
 class _Run:
-    def __init__(self, inputs: RunInputs, run: RunDirectory, console: Console, memory: MemorySampler) -> None:
-        self._inputs = inputs
+    def __init__(
+        self,
+        inputs: RunInputs,
+        run: RunDirectory,
+        console: Console,
+        memory: MemorySampler,
+        callbacks: Sequence[Callback],
+    ) -> None:
+        self._inputs, self._callbacks = inputs, callbacks
         self._config = inputs.config
         self._run = run
         self._console = console
@@ -151,7 +203,8 @@ class _Run:
         )
         summary = results.write(observer, summary, spans, command_attempt)
         refused = isinstance(ending.cause, ConfigError)
-        self._console.close(() if refused else _farewell(self._run, observer, summary, self._sinks or Sinks()))
+        again = _FROM_PYTHON if _passed_rewards(self._config) else "the same command"
+        self._console.close(() if refused else _farewell(self._run, observer, summary, self._sinks or Sinks(), again))
         return summary
 
     def _observe(self, inputs: RunInputs) -> Observer:
@@ -215,7 +268,8 @@ class _Run:
                 self._observer = self._observe(inputs)
             if fault is not None:
                 self._observer.fault(msgspec.structs.replace(fault, seconds=self._clock.now() - fault.time))
-            session = Session(self._config, cluster, self._observer, self._restarts, self._clock)
+            parts = self._config, cluster, self._observer
+            session = Session(*parts, self._restarts, self._clock, self._callbacks)
             control.answer = session.answer
             ending = await session.run(interrupted)
         except Stopped:
@@ -276,8 +330,10 @@ async def _close_cluster(cluster: Cluster, seconds: float | None) -> None:
         logger.warning("the cluster was not closed: %s", why)
 
 
-def _farewell(run: RunDirectory, observer: Observer, summary: Summary, sinks: Sinks) -> list[str]:
-    """Return the last lines for the console: how the run ended, where its files are and what can be done with them."""
+def _farewell(run: RunDirectory, observer: Observer, summary: Summary, sinks: Sinks, again: str) -> list[str]:
+    """Return the last lines for the console: how the run ended, where its files are and what can be done with them.
+
+    `again`: what resumes the run."""
     ended = summary.status + (f" {summary.reason}" if summary.reason else "")
     made = f"{summary.updates} update{'s' * (summary.updates != 1)}"
     lost = [f"  not written: {name} ({why})" for name, why in summary.unwritten.items()]
@@ -300,5 +356,5 @@ def _farewell(run: RunDirectory, observer: Observer, summary: Summary, sinks: Si
     lines += [f"  {label:<9} {where}" for label, where in sinks.where]
     lines += next_steps(run)
     if summary.status != "done" and any(newest_first(run.checkpoints)):
-        lines.append("the same command with checkpoint.resume=auto resumes it")
+        lines.append(f"{again} with checkpoint.resume=auto resumes it")
     return lines
