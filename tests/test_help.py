@@ -14,7 +14,7 @@ from omni_async import cli
 from tests.support.places import ROOT
 
 # What a user has: a run, a model, prompts, a recipe that was tuned.
-OF_THE_USER = re.compile(r"(runs|models)/|my_|images/")
+OF_THE_USER = re.compile(r"(runs|models|owner)/|my_|images/")
 
 
 def parsers() -> Iterator[argparse.ArgumentParser]:

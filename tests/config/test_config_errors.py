@@ -384,6 +384,7 @@ def test_every_section_is_strict() -> None:
     named = {"model.path", "reward.scorers[].name", "emulation.profile", "roles[].name"}
     named |= {"reward.pools[].name", "reward.servers[].name", "reward.servers[].model"}
     named |= {"rollout.program.name", "algorithm.teacher.path"}
+    named |= {"trainer.optimizer.step_size.by", "trainer.optimizer.step_size.target"}
     assert required == {"model", "data", *named}
 
 

@@ -84,7 +84,8 @@ def test_no_port_and_the_umasks_permissions(recipe: Path, monkeypatch: pytest.Mo
     assert families == [socket.AF_UNIX]
     modes = {path.relative_to(finished.path): path.stat().st_mode & 0o777 for path in finished.path.rglob("*")}
     assert len(modes) > 10
-    assert {path: mode for path, mode in modes.items() if mode not in (0o640, 0o751)} == {}
+    others = {path: mode for path, mode in modes.items() if mode not in (0o640, 0o751)}
+    assert others == {Path("logs"): 0o700}, "what workers print may hold anything"
 
 
 LOOPS = {

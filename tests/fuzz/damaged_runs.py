@@ -575,12 +575,12 @@ async def _look_at_page(place_: _Place, rng: random.Random, problems: list[str])
 
     from omni_async.commands.watch.app import WatchApp
     from omni_async.commands.watch.guard import Guard
-    from omni_async.commands.watch.live import LiveRun
-    from omni_async.commands.watch.report_sections import Sections
-    from omni_async.records.write.rundir import RunDirectory
+    from omni_async.commands.watch.lives import Lives
 
-    live = LiveRun(RunDirectory(place_.run), Sections())
-    app = WatchApp(live, Guard("127.0.0.1", None)).app()
+    lives = Lives(place_.run, is_one=True)
+    live, keeping = lives._open[place_.run.name]
+    keeping.cancel()  # looks are taken here
+    app = WatchApp(lives, Guard("127.0.0.1", None)).app()
     async with TestClient(TestServer(app)) as client:
         await live.look()
         if live._reporting:

@@ -89,6 +89,9 @@ def main() -> int:
     top = Path(tempfile.mkdtemp(prefix="omni-async-fuzz-"))
     try:
         return int(run(given, top, out, log) > 0)
+    except AssertionError as error:
+        log.write(f"{error}\n")
+        return 2
     finally:
         shutil.rmtree(top, ignore_errors=True)
 

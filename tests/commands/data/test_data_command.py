@@ -13,7 +13,7 @@ import pytest
 from omni_async.cli import main
 from omni_async.data.preferences import PreferencePairs
 from omni_async.data.prompts import load_prompts
-from tests.data.test_tables import png
+from tests.data.test_prompt_tables import png
 
 
 @pytest.fixture(autouse=True)

@@ -215,6 +215,7 @@ def test_addresses_that_roles_listen_at(tmp_path, monkeypatch, local, host):
     monkeypatch.setattr(cluster, "_host", lambda worker, make: make())
     monkeypatch.setattr(ray_cluster, "load_named", lambda path: lambda context: made.append(context.host))
     monkeypatch.setattr(ray_cluster, "RayStore", object)
+    monkeypatch.setattr(ray_cluster, "capture_output", lambda path: None)  # this process keeps its output
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "192.0.2.7")
     for worker in cluster._all_workers():
         cluster._spawn(worker)

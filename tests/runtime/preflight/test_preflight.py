@@ -364,8 +364,9 @@ def test_a_folder_for_runs_that_cannot_be_made(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "key", ["model.path", "data.prompts", "validation.prompts", "checkpoint.resume", "emulation.profile"]
 )
-@pytest.mark.parametrize("name", ["", "x" * 300, "prompts.txt/below", "a/" * 300 + "b.json"])
+@pytest.mark.parametrize("name", ["empty", "x" * 300, "prompts.txt/below", "a/" * 300 + "b.json"])
 def test_a_path_that_leads_nowhere(tmp_path, key, name):
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=f"^{key}: ") as refused:
         preflight(write_world(tmp_path, overrides=(f"{key}={tmp_path}/{name}",)))
     assert "\n" not in str(refused.value)
@@ -395,7 +396,8 @@ def test_a_scorer_that_cannot_take_the_samples_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("family", "rows", "said"),
     [
-        ({}, [0, 1], "the prompt has 1, but model.pipeline 'qwen_image' takes none"),
+        ({}, [0, 1], "the prompt has 1, but model.pipeline 'qwen_image' takes none; leave the column out with"
+         " data.columns.image=null"),
         ({"prompt_images": 1}, [0, 1], None),
         ({"prompt_images": 1}, [0, 2], "the prompt has 2, but model.pipeline 'qwen_image' takes 1"),
         ({"prompt_images": 1, "needs_images": True}, [1, 0], "has none, but model.pipeline 'qwen_image' needs one"),

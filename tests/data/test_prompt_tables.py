@@ -24,7 +24,8 @@ from omni_async.data.preferences import PreferencePairs
 from omni_async.data.prompts import load_prompts
 from omni_async.data.tables import open_table
 from omni_async.types import Prompt
-from tests.fuzz.foreign import changed, few
+from tests.fuzz.foreign import changed
+from tests.support.examples import few
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": 'a sign "A"', "target": "A", "n": 1},
