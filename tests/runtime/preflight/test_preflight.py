@@ -396,8 +396,12 @@ def test_a_scorer_that_cannot_take_the_samples_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("family", "rows", "said"),
     [
-        ({}, [0, 1], "the prompt has 1, but model.pipeline 'qwen_image' takes none; leave the column out with"
-         " data.columns.image=null"),
+        (
+            {},
+            [0, 1],
+            "the prompt has 1, but model.pipeline 'qwen_image' takes none; leave the column out with"
+            " data.columns.image=null",
+        ),
         ({"prompt_images": 1}, [0, 1], None),
         ({"prompt_images": 1}, [0, 2], "the prompt has 2, but model.pipeline 'qwen_image' takes 1"),
         ({"prompt_images": 1, "needs_images": True}, [1, 0], "has none, but model.pipeline 'qwen_image' needs one"),
