@@ -1,8 +1,7 @@
 """Implements the Python API: `omni_async.train`, `simulate`, `score` and `load_run`.
 
-The functions are those of the command line. They also work where an event loop runs, as in a notebook: a run then has a
-thread of its own. A process makes one run at a time. `Run.wait` waits for the end of a run, and Ctrl-C ends it in
-order.
+The functions are those of the command line. They also work where an event loop runs, as in a notebook: a run then has
+its own thread. A process makes one run at a time. `Run.wait` waits for the end of a run, and Ctrl-C ends it in order.
 """
 
 from __future__ import annotations
@@ -197,7 +196,7 @@ def train(
 
 
 def load_run(path: str | Path) -> Run:
-    """Return the run in a folder. Raises ConfigError if it is none."""
+    """Return the run in a folder. Raises ConfigError if it is no run folder."""
     run = Run(path)
     if not RunDirectory(run.path).config_yaml.is_file():
         raise ConfigError(f"{run.path} is not a run folder")
@@ -305,5 +304,5 @@ def _in_loop() -> bool:
 
 
 def _outside_loop(work: Callable[[], T]) -> T:
-    """Return the result of `work`, which runs an event loop of its own; a thread can run only one."""
+    """Return the result of `work`, which runs an event loop. A thread can run only one."""
     return DaemonThread("omni_async").submit(work).result() if _in_loop() else work()

@@ -13,7 +13,7 @@ _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 def downloaded(given: str, kind: str = "model") -> Path | None:
     """Return the folder of `given` (`owner/name`) in this machine's hub cache; None if it is missing.
 
-    `kind`: model, or dataset, of which `owner/name/path` names a part."""
+    `kind`: model or dataset. `owner/name/path` names a part of a dataset."""
     owner, _, rest = given.partition("/")
     name, _, below = rest.partition("/") if kind == "dataset" else (rest, "", "")
     is_file = kind == "dataset" and not below and _TABLE.search(name)  # `prompts/train.txt` has no owner

@@ -322,7 +322,7 @@ class StepSize(Section, kw_only=True, frozen=True):
     the log-ratios in nats; the rate has the factor sqrt(target / drift). `ess`: effective sample size of the steps'
     importance weights; the factor is sqrt(ess / target), as in VCPO."""
     target: Positive
-    """Drift in nats, or effective sample size in (0, 1], up to which the rate is unchanged."""
+    """Drift in nats, or effective sample size in (0, 1]. The rate is unchanged until it is missed."""
 
 
 class Optimizer(Section, kw_only=True, frozen=True):

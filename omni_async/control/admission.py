@@ -181,7 +181,7 @@ class JustInTime:
         if len(self._works) < _FEWEST or not self._leads:
             before = making + ready + self._per_update - self._needed
             return now if before < _UNMEASURED * self._per_update else math.inf
-        # Groups that will be trained before it, of which any number may be rejected.
+        # Groups that will be trained before it; any number of them may be rejected.
         useful = making * self._yield
         before = ready + max(0, int(useful - _UNLUCKY * math.sqrt(useful * (1 - self._yield))))
         each = self._work_s / self._per_update

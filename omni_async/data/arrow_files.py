@@ -1,4 +1,4 @@
-"""Reads `.arrow` files within bounds: Arrow's IPC format, in which Hugging Face `datasets` saves a dataset.
+"""Reads `.arrow` files within bounds: Arrow's IPC format, which Hugging Face `datasets` saves.
 
 The file is mapped into memory, and its columns are used in place. Compressed files are refused, because a few hundred
 bytes can expand to gigabytes; `datasets` writes none.

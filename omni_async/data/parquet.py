@@ -128,7 +128,7 @@ def _rows(file: BinaryIO, where: str, bounds: Bounds, binary: frozenset[str]) ->
 
 
 def read_columns(schema: Any, where: str, binary: frozenset[str]) -> list[str]:
-    """Return the columns to read: all but the binary ones that `binary` does not name.
+    """Return the columns to read: all except binary columns that `binary` does not name.
 
     Raises ConfigError, which begins with `where`, if a column's values are not plain."""
     columns = [field.name for field in schema if field.name in binary or not _is_binary(field.type)]

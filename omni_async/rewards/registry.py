@@ -1,7 +1,7 @@
 """Finds scorers by name, and turns the `params` of a recipe into arguments of their constructors.
 
 A name is in the table below, or an entry point of the group `omni_async.scorers`, or names a class or function as
-`module:name` or `path/file.py:name`, or is one that Python code passed (`functions.py`). Parameters are the
+`module:name` or `path/file.py:name`, or names a reward that Python code passed (`functions.py`). Parameters are the
 constructor's keyword arguments, checked against its type hints (`Annotated[int, Meta(ge=1)]` bounds included). A
 scorer's module is foreign code: any failure of its import becomes one line with the place of the failure.
 
