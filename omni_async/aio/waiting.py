@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -114,6 +114,15 @@ async def cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def all_of(works: Iterable[Awaitable[T]]) -> list[T]:
+    """Return the results of all. If one fails, cancel and await the others before raising its error."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel(tasks)
 
 
 async def first_of(*works: Awaitable[Any]) -> None:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from omni_async.aio.waiting import Coalescer, Event, FairQueue, unless
+from omni_async.aio.waiting import Coalescer, Event, FairQueue, all_of, unless
 from tests.support.patience import PATIENCE
 
 
@@ -210,3 +210,26 @@ async def test_a_cancelled_sender_withdraws_its_item_unless_it_has_left() -> Non
     assert await kept == 6
     assert carrier.deliveries == [[1], [3]]
     assert left.cancelled() and withdrawn.cancelled()
+
+
+async def test_all_of_ends_the_others_when_one_fails() -> None:
+    ended = list[str]()
+
+    async def long() -> int:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("long")
+        return 0
+
+    async def wrong() -> int:
+        await asyncio.sleep(0)
+        raise ValueError("wrong")
+
+    async def three() -> int:
+        return 3
+
+    assert await all_of([three(), three()]) == [3, 3]
+    with pytest.raises(ValueError, match="wrong"):
+        await all_of([long(), wrong()])
+    assert ended == ["long"]

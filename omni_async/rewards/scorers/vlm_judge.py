@@ -7,7 +7,6 @@ reading of answers are in `omni_async.rewards.scorers.judging`. Servers, retries
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 from typing import Annotated, Any, Literal
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from omni_async.aio.backoff import Backoff
 from omni_async.aio.threads import in_daemon_thread
+from omni_async.aio.waiting import all_of
 from omni_async.config.section import Urls
 from omni_async.data.image_files import read_prompt_image
 from omni_async.media import Media, evenly
@@ -133,7 +133,7 @@ class VlmJudgeScorer(Scorer):
         self._servers.connect(addresses)
 
     async def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
-        return await asyncio.gather(*map(self._score, range(len(media)), media, prompts))
+        return await all_of(map(self._score, range(len(media)), media, prompts))
 
     async def _score(self, position: int, media: Media, prompt: Prompt) -> Score:
         shown = await in_daemon_thread(self._encoded, media)
@@ -155,7 +155,7 @@ class VlmJudgeScorer(Scorer):
     async def _compared(self, sample: list[str], prompt: Prompt) -> Score:
         """Ask for the better of the sample and the prompt's image, in both orders, because judges prefer a position."""
         other = await in_daemon_thread(self._encoded, read_prompt_image(prompt.images[0]))
-        replies = await asyncio.gather(self._ask(sample + other, prompt), self._ask(other + sample, prompt))
+        replies = await all_of((self._ask(sample + other, prompt), self._ask(other + sample, prompt)))
         first, second = (preference(reply, "a", "b", self._from_text, self._least_mass) for reply in replies)
         return _scored((first + 1 - second) / 2, *replies)
 
