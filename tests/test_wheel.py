@@ -63,7 +63,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.thorough
-@pytest.mark.timeout(420)
 def test_a_wheel_alone_trains_the_quickstart(site, tmp_path):
     """Without the repository, from its recipes to an export."""
     omni_async = (sys.executable, "-P", "-m", "omni_async.cli")
