@@ -147,7 +147,8 @@ def weighted(signed, groups, s):
     for i, (group, own) in enumerate(zip(groups, signed, strict=True)):
         peers = [(j, a) for j, (g, a) in enumerate(zip(groups, signed, strict=True)) if g == group]
         if s.form == "reward_weighted":
-            share = 1 / sum(math.exp((a - own) / s.temperature) for _, a in peers)
+            top = max(a for _, a in peers)  # no power of e overflows
+            share = math.exp((own - top) / s.temperature) / sum(math.exp((a - top) / s.temperature) for _, a in peers)
         else:
             better = sum(a > own or (a == own and j < i) for j, a in peers)
             share = (better < s.best) / min(s.best, len(peers))
