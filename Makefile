@@ -37,7 +37,7 @@ help:
 	@echo "make test-gpu     the tests for a machine that has accelerators"
 	@echo "make conformance  compare every model family with its upstream pipeline, on every engine; writes docs/models/measured.md"
 	@echo "make resolve      check that every set of packages resolves on the public Python index"
-	@echo "make lint         ruff, mypy, import contracts, declared dependencies, hadolint"
+	@echo "make lint         ruff, mypy, import contracts, declared dependencies, hadolint, shellcheck"
 	@echo "make format       rewrite the code in the project's format"
 	@echo "make docs         regenerate docs/configuration.md"
 	@echo "make site         the documentation as a site in build/site"
@@ -106,6 +106,7 @@ lint: install
 	$(BIN)/lint-imports
 	$(BIN)/deptry omni_async pipelines
 	$(BIN)/hadolint docker/Dockerfile
+	$(BIN)/shellcheck .ci/run examples/slurm/*.sbatch
 
 format: install
 	$(BIN)/ruff check --fix .
