@@ -62,10 +62,10 @@ class Correction(Section, kw_only=True, frozen=True):
     mode: Literal["auto", "none", "bypass", "decoupled", "interpolated"] = "auto"
     """`auto`: bypass, until measurements show that the clip range takes many rows that this update has not moved. If
     rounding alone takes more than 5 % of the first update's rows, `auto` becomes decoupled. If drift takes more than a
-    fifth of the rows, `auto` becomes decoupled with tempered weights, an exponent per step. `bypass`: ratio to the
-    behaviour policy. `decoupled`: ratio to the proximal policy (the weights at the start of the update), times an
-    importance weight proximal / behaviour. `interpolated`: the same with the proximal log-prob estimated from the other
-    two. `none`: ratio to the proximal policy without a weight, as if samples were fresh."""
+    fifth of the rows, `auto` becomes decoupled with tempered weights. `bypass`: ratio to the behaviour policy.
+    `decoupled`: ratio to the proximal policy (the weights at the start of the update), times an importance weight
+    proximal / behaviour. `interpolated`: the same with the proximal log-prob estimated from the other two. `none`:
+    ratio to the proximal policy without a weight, as if samples were fresh."""
     interpolation: Literal["loglinear", "linear"] = "loglinear"
     """Mode `interpolated`: the proximal policy is the geometric (`loglinear`) or the arithmetic (`linear`) mean of the
     densities of behaviour and current policy, weighted by staleness (AReaL)."""
@@ -265,7 +265,7 @@ class Algorithm(Section, kw_only=True, frozen=True):
     """The objective; `omni-async list` shows them."""
     clip_range: ClipRange | None = None
     """PPO clip range c on r, the exponential of the mean log-ratio per latent element: [1 - c, 1 + c]. A pair [low,
-    high] clips to [1 - low, 1 + high] (DAPO)."""
+    high] clips to [1 - low, 1 + high] (DAPO). null: 1e-4, unless clip_range_nats is set."""
     clip_range_nats: ClipRange | None = None
     """The same on L, the log-ratio of the whole sample in nats: [-c, c] or [-low, high], independent of the
     resolution, the transition and the step."""
