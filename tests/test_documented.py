@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from examples.taste import TasteScorer
 from omni_async import cli
 from omni_async.config import load, resolved_yaml
 from omni_async.config.stages import Reward
@@ -143,11 +144,12 @@ def test_documented_scorer(workplace: Path) -> None:
 
 
 async def test_documented_service() -> None:
-    function, page = blocks(ROOT / "docs" / "rewards" / "own.md", "python")
+    page = ROOT / "docs" / "rewards" / "own.md"
+    [function] = blocks(page, "python")
     namespace: dict[str, Any] = {}
     exec(function, namespace)
     assert namespace["warmth"]([np.array([[[90, 0, 40]]], np.uint8)], [Prompt(0, "x")], scale=0.5) == [25.0]
-    exec(page, namespace)
+    assert "(../../examples/taste.py)" in page.read_text(encoding="utf-8")
     answers = [web.json_response({"taste": 0.75}), web.Response(status=503)]
 
     async def answer(request: web.Request) -> web.Response:
@@ -157,7 +159,7 @@ async def test_documented_service() -> None:
     app = web.Application()
     app.router.add_post("/", answer)
     async with TestServer(app) as server:
-        scorer = namespace["TasteScorer"](url=str(server.make_url("/")))
+        scorer = TasteScorer(url=str(server.make_url("/")))
         image, prompt = Media(image=np.full((3, 8, 8), 51, np.uint8)), Prompt(0, "x", metadata={"style": "ink"})
         assert await scorer.score([image], [prompt]) == [Score(0.75, {"brightness": 51.0})]
         with pytest.raises(Outage, match="it is loading"):

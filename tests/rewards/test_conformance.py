@@ -197,8 +197,12 @@ async def test_another_checkpoint_at_the_same_path_is_another_scorer_in_the_cach
 def test_it_is_compared_with_the_others_and_its_page_names_its_parameters(name):
     index = (PAGES / "index.md").read_text(encoding="utf-8")
     table = index.partition("## Which reward should I use")[2].partition("\nA small model")[0]
-    linked = re.search(rf"\[`{name}`\]\((\w+\.md)", table)
+    linked = re.search(rf"\[`{name}`\]\((\w+\.md)#?(\w*)\)", table)
     assert linked is not None, "the table of the index has a row for it"
     page = (PAGES / linked[1]).read_text(encoding="utf-8")
+    shared, *sections = re.split(r"^## (?!Shared)", page, flags=re.M)
+    if linked[2]:
+        assert linked[2] == name
+        page = shared + next(one for one in sections if one.startswith(f"{name}\n"))
     parameters = [one for one in inspect.signature(registry._load(name)).parameters if one != "device"]
     assert [one for one in parameters if f"`{one}`" not in page] == []
