@@ -6,7 +6,7 @@ python -m benchmarks.memory_table
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from omni_async.commands.memory.amounts import GIB, Amount
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "memory.md"
 DEVICE = "h100-80g"
 _OTHERS = ("emulated", "quickstart", "tiny")
-_HEAD = ("recipe", "role", "weights", "states", "activations", "decode", "sum", "of 79.1")
+_HEAD = ("recipe", "rollout", "trainer", "scorers")
 
 
 def published_recipes() -> list[Path]:
@@ -26,36 +26,43 @@ def published_recipes() -> list[Path]:
     return [path for path in sorted((ROOT / "recipes").glob("*/*.yaml")) if path.parent.name not in _OTHERS]
 
 
-def rows_of(recipe: Path) -> list[str]:
-    """Return the lines of a recipe in the table, one for each role with an accelerator."""
+def row_of(recipe: Path) -> str:
+    """Return the line of a recipe in the table, with a cell for engines, ranks, and all other roles."""
     config: Config = load(recipe)
-    capacity = bytes_of_device(DEVICE)
-    name = f"{recipe.parent.name}/{recipe.stem}"
-    return [_line(name, amount, capacity) for amount in estimate(config, capacity).roles]
+    cells = {"rollout": "", "trainer": ""}
+    others = []
+    for amount in estimate(config, bytes_of_device(DEVICE)).roles:
+        if amount.role in cells:
+            cells[amount.role] = _cell(amount)
+        else:
+            others.append(f"{amount.role} {_cell(amount)}")
+    return _line((f"{recipe.parent.name}/{recipe.stem}", *cells.values(), ", ".join(others)))
 
 
-def _line(recipe: str, amount: Amount, capacity: int) -> str:
-    parts = (amount.weights, amount.states, amount.activations, amount.decode)
-    weights, *others = ("unknown" if part is None else f"{part / GIB:.1f}" for part in parts)
-    known = (
-        [f"{amount.device / GIB:.1f}", f"{amount.device / capacity:.0%}"] if amount.weights is not None else ["", ""]
-    )
-    return f"| {' | '.join((recipe, f'{amount.role} x {amount.workers}', weights, *others, *known))} |"
+def _cell(amount: Amount) -> str:
+    """Return `4 x 55.2 (52.5+0.5+1.5)`: processes, GiB of each, and its weights, states and peak of the rest."""
+    if amount.weights is None:
+        return f"{amount.workers} x unknown"
+    parts = (amount.weights, amount.states, max(amount.activations, amount.decode))
+    return f"{amount.workers} x {amount.device / GIB:.1f} ({'+'.join(f'{part / GIB:.1f}' for part in parts)})"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def table() -> Iterator[str]:
     """Yield the lines of the table."""
-    yield f"| {' | '.join(_HEAD)} |"
+    yield _line(_HEAD)
     yield f"|{'---|' * len(_HEAD)}"
-    for recipe in published_recipes():
-        yield from rows_of(recipe)
+    yield from map(row_of, published_recipes())
 
 
 def main() -> None:
     """Replace the page's table."""
     made = [*table()]
     lines = PAGE.read_text(encoding="utf-8").splitlines()
-    first = lines.index(f"| {' | '.join(_HEAD)} |")
+    first = lines.index(_line(_HEAD))
     after = next((i for i in range(first, len(lines)) if not lines[i].startswith("|")), len(lines))
     PAGE.write_text("\n".join([*lines[:first], *made, *lines[after:]]) + "\n", encoding="utf-8")
     sys.stdout.write(f"wrote {PAGE}\n")

@@ -4,12 +4,13 @@ Names are those of `metrics.jsonl`; `chart` returns the name that a sink shows, 
 MLflow, Weights & Biases and TensorBoard all turn the part before the slash into a section and sort sections by name.
 The names of the groups below are therefore chosen so that alphabetical order is the reading order.
 
-`table` generates the tables of docs/run-directory.md; a test compares them.
+`markdown` generates the lists of docs/run-directory.md; a test compares them.
 """
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable
 from enum import StrEnum
 from functools import cache
@@ -67,8 +68,7 @@ _GOAL = (
     Metric(
         "reward",
         Group.GOAL,
-        "mean reward of the update's samples; with `data.preferences` always 0.5, a chosen image counts 1 and a"
-        " rejected one 0; absent without scorers",
+        "mean reward of the update's samples; absent without scorers, always 0.5 with `data.preferences`",
         better="up",
     ),
     Metric(
@@ -77,7 +77,7 @@ _GOAL = (
     Metric(
         "validation_gain",
         Group.GOAL,
-        "reward minus that of the first round, over the samples that both have scored",
+        "reward minus the first round's, over the samples that both have scored",
         better="up",
         source="validation",
     ),
@@ -85,7 +85,7 @@ _GOAL = (
     Metric(
         "accuracy",
         Group.GOAL,
-        "Diffusion-DPO: pairs that the policy orders rightly; 0.5 is chance",
+        "Diffusion-DPO: pairs that the policy orders correctly; 0.5 is chance",
         "fraction",
         "up",
         source="objective",
@@ -99,12 +99,12 @@ _GOAL = (
     ),
 )
 _PARTS = (
-    Metric("reward/bucket<n>", Group.PARTS, "the same of the samples of bucket n, with `rollout.buckets`", better="up"),
-    Metric("reward/<part>", Group.PARTS, "mean of each of the scorer's parts", better="up"),
+    Metric("reward/bucket<n>", Group.PARTS, "the same, of the samples of bucket n (`rollout.buckets`)", better="up"),
+    Metric("reward/<part>", Group.PARTS, "mean of each part that scorers return", better="up"),
     Metric(
         "validation/<part>",
         Group.PARTS,
-        "the same of each of the scorer's parts; `validation/ocr_exact` is the share of images read exactly right",
+        "mean of each part; `validation/ocr_exact` is the share of images read exactly",
         better="up",
         source="validation",
     ),
@@ -123,7 +123,7 @@ _LEARNING = (
     Metric(
         "ratio_deviation",
         Group.LEARNING,
-        "mean of |ratio - 1|; the ratio is the one per latent element that the objective clips",
+        "mean of |ratio - 1|; the ratio is per latent element",
         source="objective",
     ),
     Metric(
@@ -138,7 +138,7 @@ _LEARNING = (
     Metric(
         "dual_clipped",
         Group.LEARNING,
-        "rows with a negative advantage whose loss `algorithm.dual_clip` bounds",
+        "rows with a negative advantage that `algorithm.dual_clip` bounds",
         "fraction",
         source="objective",
     ),
@@ -146,28 +146,28 @@ _LEARNING = (
     Metric(
         "kl_ref",
         Group.LEARNING,
-        "KL (or squared velocity difference) to the reference policy; only with `algorithm.kl_coef` > 0",
+        "KL (or squared velocity difference) to the reference policy, with `algorithm.kl_coef` > 0",
         source="objective",
     ),
     Metric(
         "kl_teacher",
         Group.LEARNING,
-        "KL to the teacher per latent element, in the form `algorithm.kl_form`; only with `algorithm.teacher`",
+        "KL to the teacher per latent element, by `algorithm.kl_form`",
         source="objective",
     ),
     Metric("kl_ema", Group.LEARNING, "AWM: squared velocity difference to the average policy", source="objective"),
-    Metric("guard_bias", Group.LEARNING, "GRPO-Guard: the correction of the log-ratio's mean", source="objective"),
+    Metric("guard_bias", Group.LEARNING, "GRPO-Guard: correction of the mean log-ratio", source="objective"),
     Metric(
         "dropped",
         Group.LEARNING,
-        "Flow-DPPO: rows beyond the trust region, which give no gradient",
+        "Flow-DPPO: rows beyond the trust region, without gradient",
         "fraction",
         source="objective",
     ),
     Metric(
         "preference",
         Group.LEARNING,
-        "DiffusionNFT: mean preference; near 0.5 everywhere there is no signal",
+        "DiffusionNFT: mean preference; near 0.5 there is no signal",
         source="objective",
     ),
     Metric(
@@ -193,16 +193,14 @@ _LEARNING = (
     Metric("loser_error", Group.LEARNING, "Diffusion-DPO: that of losers", source="objective"),
 )
 _POLICY = (
-    Metric("staleness/mean", Group.POLICY, "mean over the update's groups", "updates"),
+    Metric("staleness/mean", Group.POLICY, "mean over the update's groups, in updates", "updates"),
     Metric("staleness/max", Group.POLICY, "the largest of them", "updates"),
-    Metric(
-        "row_staleness/mean", Group.POLICY, "over rows: updates since the version that took the very step", "updates"
-    ),
+    Metric("row_staleness/mean", Group.POLICY, "over rows: updates since the version that took that step", "updates"),
     Metric("row_staleness/max", Group.POLICY, "the largest of them", "updates"),
     Metric(
         "log_ratio_nats/mean",
         Group.POLICY,
-        "log-ratio L of the whole sample between the trainer's policy and the one that took the step",
+        "log-ratio L of the sample, between the trainer's policy and the policy that took the step",
         "nats",
     ),
     Metric("log_ratio_nats/variance", Group.POLICY, "its variance over rows", "nats²", "down"),
@@ -210,42 +208,38 @@ _POLICY = (
     Metric(
         "ess",
         Group.POLICY,
-        "effective sample size of the steps' importance weights exp(L), in (0, 1]: 1 when on-policy",
+        "effective sample size of the weights exp(L), in (0, 1]",
         "fraction",
         "up",
     ),
     Metric(
         "k3_nats",
         Group.POLICY,
-        "mean of exp(L) - 1 - L: the KL from the policy that took the step, estimated from L (the largest exp(L) is"
-        " e^20 here and in the next three)",
+        "mean of exp(L) - 1 - L: estimated KL from the policy that took the step (exp(L) is at most e^20"
+        " here and in the next three)",
         "nats",
         "down",
     ),
-    Metric("chi2", Group.POLICY, "mean of exp(2 L) - 1: the chi-square divergence of single steps", better="down"),
-    Metric(
-        "chi2/sample", Group.POLICY, "the same of whole samples, whose L is the sum over their steps", better="down"
-    ),
+    Metric("chi2", Group.POLICY, "mean of exp(2 L) - 1: chi-square divergence of single steps", better="down"),
+    Metric("chi2/sample", Group.POLICY, "the same of whole samples, with L summed over their steps", better="down"),
     Metric(
         "perplexity_ratio",
         Group.POLICY,
-        "mean over samples of exp(-L), L its mean over the sample's steps: above 1 the trainer's policy finds the"
-        " samples less likely",
+        "mean over samples of exp(-mean L); above 1 the trainer's policy finds the samples less likely",
     ),
     Metric(
         "drift_clipped",
         Group.POLICY,
-        "with `mode: bypass` or an undecided `auto`: share of rows that the clip range or a mask takes before the"
-        " update has moved them (`auto` leaves bypass if the median of 5 updates exceeds a fifth)",
+        "share of rows that the clip range or a mask takes before the update; in mode `bypass`, or"
+        " `auto`, which leaves bypass if the median of 5 updates exceeds 0.2",
         "fraction",
         "down",
     ),
     Metric(
         "kappa_nats",
         Group.POLICY,
-        "D kappa: the same drift as an exact KL, without sampling noise; only where engines return means, which are as"
-        " large as the latents: with `algorithm.correction.kappa_nats`, or with an objective that reads them"
-        " (GRPO-Guard, Flow-DPPO) and `mode: bypass`",
+        "D kappa: the drift as an exact KL; with `algorithm.correction.kappa_nats`, or GRPO-Guard and"
+        " Flow-DPPO in mode `bypass`",
         "nats",
         "down",
     ),
@@ -259,53 +253,53 @@ _POLICY = (
     Metric(
         "engine_mismatch",
         Group.POLICY,
-        "the same per latent element (the first update fails above `trainer.max_mismatch`)",
+        "the same in nats per latent element; the first update fails above `trainer.max_mismatch`",
         "nats",
         "down",
     ),
-    Metric("engine_mismatch_nats/mean", Group.POLICY, "mean L of these rows, which rounding makes negative", "nats"),
+    Metric("engine_mismatch_nats/mean", Group.POLICY, "mean L of these rows; rounding makes it negative", "nats"),
     Metric("engine_mismatch_nats/variance", Group.POLICY, "variance of L of these rows", "nats²", "down"),
     Metric(
         "engine_mismatch_velocity",
         Group.POLICY,
-        "rms error of the velocity that these L imply, relative to its rms; does not depend on the resolution",
+        "relative rms error of the velocity that these L imply, at any resolution",
         "fraction",
         "down",
     ),
     Metric(
         "engine_mismatch_honest",
         Group.POLICY,
-        "the largest such error that rounding in `model.dtype` explains (an alert above it)",
+        "the largest such error that rounding in `model.dtype` explains",
         "fraction",
     ),
     Metric(
         "engine_mismatch_clipped",
         Group.POLICY,
-        "share of these rows that the clip range or a mask takes, before any update has moved them",
+        "share of these rows that the clip range or a mask takes",
         "fraction",
         "down",
     ),
-    Metric("fresh_fraction", Group.POLICY, "how many rows those are", "fraction"),
-    Metric("proximal_ratio", Group.POLICY, "1 once `correction.mode: auto` takes ratios to the trainer's own policy"),
-    Metric("weight/mean", Group.POLICY, "importance weights; only with `algorithm.correction` weights or masks"),
+    Metric("fresh_fraction", Group.POLICY, "share of rows of staleness 0", "fraction"),
+    Metric("proximal_ratio", Group.POLICY, "1 once mode `auto` takes ratios to the trainer's own policy"),
+    Metric("weight/mean", Group.POLICY, "importance weights, if `algorithm.correction` has weights or masks"),
     Metric("weight/max", Group.POLICY, "the largest of them"),
     Metric("weight/variance", Group.POLICY, "their variance", better="down"),
-    Metric("gamma", Group.POLICY, "exponent of tempered importance weights, its mean over rows"),
+    Metric("gamma", Group.POLICY, "exponent of tempered importance weights, mean over rows"),
     Metric("masked", Group.POLICY, "share of rows that any rule masked", "fraction"),
-    Metric("masked/<rule>", Group.POLICY, "share of rows that this rule masked", "fraction"),
+    Metric("masked/<rule>", Group.POLICY, "share that this rule masked", "fraction"),
     Metric(
         "statistic/<rule>/mean",
         Group.POLICY,
-        "the value that this rule bounds, at its level: `kappa_nats` D kappa, `m2` L², `k1` exp(|L|), `k2` L² / 2,"
-        " `k3` exp(L) - 1 - L, `band` the weight",
+        "the value that the rule bounds: `kappa_nats` D kappa, `m2` L², `k1` exp(|L|), `k2` L² / 2, `k3`"
+        " exp(L) - 1 - L, `band` the weight",
     ),
-    Metric("statistic/<rule>/max", Group.POLICY, "the largest of them, at most 1e12"),
+    Metric("statistic/<rule>/max", Group.POLICY, "the largest, at most 1e12"),
     Metric(
         "log_prob/<medium>",
         Group.POLICY,
-        "where a sample has several media (LTX-2): log-prob of each alone under the policy in training, per element",
+        "with several media (LTX-2): the log-prob of one, per latent element",
     ),
-    Metric("log_ratio_nats/<medium>/mean", Group.POLICY, "its log-ratio; those of all media add up to L", "nats"),
+    Metric("log_ratio_nats/<medium>/mean", Group.POLICY, "its log-ratio; the media's add up to L", "nats"),
     Metric("log_ratio_nats/<medium>/absmax", Group.POLICY, "the largest absolute one", "nats", "down"),
 )
 _STEPS = tuple(
@@ -322,59 +316,56 @@ _STEPS = tuple(
     }.items()
 )
 _SCORERS = (
-    Metric("scorer/<scorer>/calls", Group.SCORERS, "calls of that scorer since the last update"),
+    Metric("scorer/<scorer>/calls", Group.SCORERS, "calls of the scorer since the last update"),
     Metric("scorer/<scorer>/samples", Group.SCORERS, "samples in them", "samples"),
     Metric("scorer/<scorer>/failed", Group.SCORERS, "answers without a score", "samples", "down"),
     Metric("scorer/<scorer>/cached", Group.SCORERS, "answers from the cache", "samples"),
     Metric("scorer/<scorer>/tokens", Group.SCORERS, "tokens that a judge read and wrote", "tokens"),
     Metric("scorer/<scorer>/in_flight", Group.SCORERS, "samples that waited for its answer, on average", "samples"),
-    Metric("scorer/<scorer>/queued", Group.SCORERS, "those of them that waited for a call", "samples"),
+    Metric("scorer/<scorer>/queued", Group.SCORERS, "of these, samples that waited for a call", "samples"),
     Metric(
         "scorer/<scorer>/answer_s/<quantile>",
         Group.SCORERS,
-        "from asking for a sample to its answer: `p50`, `p95`, `p99`",
+        "from request to answer, per sample: `p50`, `p95`, `p99`",
         "s",
         "down",
     ),
-    Metric("scorer/<scorer>/call_s/<quantile>", Group.SCORERS, "of the calls themselves", "s", "down"),
+    Metric("scorer/<scorer>/call_s/<quantile>", Group.SCORERS, "the same of calls", "s", "down"),
 )
 _THROUGHPUT = (
     Metric("update", Group.THROUGHPUT, "number of the update, from 1; also the version it made"),
     Metric("images", Group.THROUGHPUT, "training images generated so far", "images"),
-    Metric("images_per_s", Group.THROUGHPUT, "training images per second, over the last 30 seconds", "images/s", "up"),
-    Metric("update_s", Group.THROUGHPUT, "from the start of the update to its end, waiting included", "s", "down"),
-    Metric("wall_s", Group.THROUGHPUT, "the run so far, as in the summary", "s"),
+    Metric("images_per_s", Group.THROUGHPUT, "training images per second, over 30 seconds", "images/s", "up"),
+    Metric("update_s", Group.THROUGHPUT, "duration of the update, waiting included", "s", "down"),
+    Metric("wall_s", Group.THROUGHPUT, "as in the summary, so far", "s"),
     Metric("encoder/calls", Group.THROUGHPUT, "prompts that engines encoded since the last update"),
     Metric(
         "encoder/hits",
         Group.THROUGHPUT,
-        "share of samples drawn since then (of their calls, where they have several) whose prompt was encoded before"
-        " (`rollout.conditioning_cache`)",
+        "share of samples (or calls) whose prompt was in `rollout.conditioning_cache`",
         "fraction",
         "up",
     ),
     Metric(
         "prefix/shared",
         Group.THROUGHPUT,
-        "share of the denoising steps of training samples generated since then that another sample took for them"
-        " (`rollout.share_prefix`)",
+        "share of training denoising steps that another sample took (`rollout.share_prefix`)",
         "fraction",
         "up",
     ),
     Metric("score_cache/hits", Group.THROUGHPUT, "answers from `reward.cache` since the last update", "samples"),
-    Metric("tflops/trainer", Group.THROUGHPUT, "model TFLOP/s of one trainer rank while it computes", "TFLOP/s", "up"),
+    Metric("tflops/trainer", Group.THROUGHPUT, "model TFLOP/s of a trainer rank while it computes", "TFLOP/s", "up"),
     Metric(
         "mfu/trainer",
         Group.THROUGHPUT,
-        "the same as a share of what its device can do at most; only where that is known: `trainer.peak_tflops`, or a"
-        " known accelerator in bfloat16",
+        "the same as a share of the device's peak (`trainer.peak_tflops`, or a known accelerator's in bfloat16)",
         "fraction",
         "up",
     ),
     Metric(
         "mfu/overall",
         Group.THROUGHPUT,
-        "the same over the whole time from update to update, waits and publishes included",
+        "the same over the whole time, waits included",
         "fraction",
         "up",
     ),
@@ -383,31 +374,28 @@ _WAITING = (
     Metric(
         "stage_s/<stage>",
         Group.WAITING,
-        "since the last update, how long `generate` took (all engines together), `score` (all reward workers), the"
-        " trainer's `proximal`, `train`, `step`, `export` and `wait` for groups, and `publish`; what a worker does at"
-        " once counts once, and when it is reported, within a second of its end",
+        "time since the last update in `generate`, `score`, `proximal`, `train`, `step`, `export`,"
+        " `wait` (for groups) and `publish`; concurrent work of a worker counts once",
         "s",
     ),
-    Metric("busy/<role>", Group.WAITING, "fraction of the last 30 seconds the role was busy", "fraction", "up"),
+    Metric("busy/<role>", Group.WAITING, "share of the last 30 seconds in which the role was busy", "fraction", "up"),
     Metric(
         "admission/lead_s",
         Group.WAITING,
-        "how long a group (an update's groups, if the trainer collects them) is made, from admission to its last score"
-        " without waits for older groups; median of recent updates",
+        "time from a group's admission to its last score, without waits for older groups; median of recent updates",
         "s",
     ),
-    Metric("admission/work_s", Group.WAITING, "trainer's work on an update, without its waits for groups", "s"),
+    Metric("admission/work_s", Group.WAITING, "the trainer's work on an update, without waits for groups", "s"),
     Metric(
         "admission/reserve_s",
         Group.WAITING,
-        "how much earlier than the lead requires groups are admitted (`staleness.reserve`); 0 if nothing is withheld",
+        "how much earlier than the lead groups are admitted (`staleness.reserve`); 0 if none is withheld",
         "s",
     ),
     Metric(
         "admission/starved_s",
         Group.WAITING,
-        "the trainer's waits, in the update before, that began while a group was withheld and no other stage was busy"
-        " throughout: at most the price of young samples",
+        "the trainer's waits, in the update before, while a group was withheld and no other stage was busy",
         "s",
         "down",
     ),
@@ -416,12 +404,10 @@ _WAITING = (
     Metric(
         "buffers/bytes",
         Group.WAITING,
-        "what trajectories and media of live samples hold or are expected to (`buffer.max_bytes`)",
+        "bytes that live samples hold or are expected to hold (`buffer.max_bytes`)",
         "bytes",
     ),
-    Metric(
-        "buffers/bytes_held/max", Group.WAITING, "the most that they held at a time, since the update before", "bytes"
-    ),
+    Metric("buffers/bytes_held/max", Group.WAITING, "most bytes held at a time since the update before", "bytes"),
 )
 
 METRICS: tuple[Metric, ...] = (
@@ -459,16 +445,24 @@ def chart(name: str) -> str:
     return f"{Group.LEARNING if metric is None else metric.group}/{name.replace('/', '_')}"
 
 
-def table(source: str) -> str:
-    """Return the Markdown table of the metrics of one `source`, as in docs/run-directory.md."""
-    return "\n".join(["| key | unit | meaning | group |", "|---|---|---|---|", *map(_row, _of(source))])
+def markdown(source: str) -> str:
+    """Return the Markdown lists of the metrics of one `source`, one for each group, as in docs/run-directory.md."""
+    metrics = [metric for metric in METRICS if metric.source == source]
+    groups = sorted({metric.group for metric in metrics})
+    lists = ([f"`{group}`:", "", *_items(group, metrics)] for group in groups)
+    return "\n\n".join("\n".join(lines) for lines in lists)
 
 
-def _of(source: str) -> Iterable[Metric]:
-    return (metric for metric in METRICS if metric.source == source)
+def _items(group: Group, metrics: Iterable[Metric]) -> Iterable[str]:
+    own = [metric for metric in metrics if metric.group == group]
+    if group is not Group.STEPS:
+        return [_item(metric.name, metric.better, metric.text) for metric in own]
+    names = ", ".join(f"`{metric.name.removesuffix(f'/step_{_STEP}')}`" for metric in own)
+    return [_item(f"<key>/step_{_STEP}", "", f"the value of one denoising step, of {names}")]
 
 
-def _row(metric: Metric) -> str:
-    arrow = {"up": " ↑", "down": " ↓", "": ""}[metric.better]
-    text = metric.text.replace("|", r"\|")
-    return f"| `{metric.name}`{arrow} | {metric.unit} | {text} | {metric.group} |"
+def _item(name: str, better: str, text: str) -> str:
+    arrow = {"up": " ↑", "down": " ↓", "": ""}[better]
+    return textwrap.fill(
+        f"- `{name}`{arrow}: {text}", 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import omni_async
 from omni_async.algorithms import objectives
-from omni_async.records.write.catalogue import METRICS, Group, chart, find, table
+from omni_async.records.write.catalogue import METRICS, Group, chart, find, markdown
 from tests.support.places import ROOT
 
 PACKAGE = Path(omni_async.__file__).parent
@@ -62,11 +62,11 @@ def test_every_metric_that_code_records_is_in_the_catalogue():
     assert [name for name in sorted(names - {""}) if find(name)[0] is None] == []
 
 
-def test_the_pages_tables_are_the_catalogues():
+def test_the_pages_lists_are_the_catalogues():
     page = (ROOT / "docs" / "run-directory.md").read_text(encoding="utf-8")
     for source in ("run", "objective", "validation"):
-        assert table(source) in page, (
-            f"print(omni_async.records.write.catalogue.table({source!r})) is what the page must have"
+        assert markdown(source) in page, (
+            f"print(omni_async.records.write.catalogue.markdown({source!r})) is what the page must have"
         )
 
 
