@@ -147,7 +147,7 @@ def running_lines(status: Mapping[str, Any]) -> list[str]:
     lines = _progress(status["progress"]) if "progress" in status else []
     lines += _groups(status["conservation"], status.get("reasons", {}), status.get("drop_reasons"))
     if (told := status.get("progress", {}).get("told")) is not None:
-        lines.append(f"last told{_at(told['at'])}: {told['text']}")
+        lines.append(f"last message{_at(told['at'])}: {told['text']}")
     head = ["part", "process", "weights", *(["address"] if any(status["addresses"].values()) else [])]
     parts = [_part(name, where, status)[: len(head)] for name, where in status["parts"].items()]
     buffers = [_buffer(name, held) for name, held in status["buffers"].items()]

@@ -101,7 +101,7 @@ def test_the_status_is_a_table_for_people_and_json_for_programs(tmp_path, capsys
         "1 of 9 groups was rejected: zero reward variance",
         "2 of 9 groups were dropped: generation failed: CUDA out of memory",
     ]
-    assert lines[6].startswith("last told, at 2027-01-15 ") and lines[6].endswith(":00: reward-0: ocr is down")
+    assert lines[6].startswith("last message, at 2027-01-15 ") and lines[6].endswith(":00: reward-0: ocr is down")
     cells = [line.split() for line in lines]
     assert ["rollout-0.2", "12", "version", "7"] in cells and ["rollout-1", "13", "none", "yet"] in cells
     assert ["slots", "3", "6"] in cells and ["replay", "4", "16", "1"] in cells

@@ -140,7 +140,7 @@ def _counted(follower: Follower, last: Mapping[str, float]) -> dict[str, int]:
 
 def _told(progress: Mapping[str, Any]) -> str:
     told = progress.get("told")
-    return "" if not told else f"last told: {told['text']}"
+    return "" if not told else f"last message: {told['text']}"
 
 
 def _when(last: Mapping[str, float]) -> str:
