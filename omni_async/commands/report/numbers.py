@@ -56,6 +56,11 @@ def with_interval(found: Estimate) -> str:
     return f"{found.mean:.{places}f} ± {found.half:.{places}f}"
 
 
+def signed(found: Estimate) -> str:
+    """Format `+0.251 ± 0.041`."""
+    return f"{'+' if found.mean >= 0 else ''}{with_interval(found)}"
+
+
 def seconds(value: float | None) -> str:
     """Format a duration for people."""
     if value is None:

@@ -29,7 +29,7 @@ _OF_SPANS, _SIMULATED = "waiting", "what-it-buys"
 _MOST_SPAN_BYTES = 20_000_000
 
 
-_SIMULATING = Section(_SIMULATED, TITLE, blocks=[Text("It is being simulated.", "nothing")])
+_SIMULATING = Section(_SIMULATED, TITLE, blocks=[Text("It is being simulated.", "nothing")], folded=True)
 
 
 class Made(NamedTuple):
