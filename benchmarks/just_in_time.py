@@ -237,7 +237,7 @@ def _written(row: Row) -> NamedTuple:
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of a Markdown table: a line per arm, with its seeds next to each other."""
+    """Yield the lines of a Markdown table, a line per arm with its seeds next to each other, and a ratio of times."""
     yield f"| arm | validation reward at the end | mean | seconds after loading | seconds to {_THRESHOLD} | staleness |"
     yield "|---|---|---:|---|---|---:|"
     for arm in ARMS:
@@ -254,6 +254,19 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
             f" | {', '.join(f'{row.seconds:.0f}' for row in own)} | {shown}"
             f" | {fmean(row.staleness for row in own):.2f} |"
         )
+    if ratios := time_ratios(rows):
+        yield ""
+        yield (
+            f"Just in time takes {median(ratios):.2f} of the synchronous loop's seconds (median of {len(ratios)} seeds;"
+            f" {min(ratios):.2f} to {max(ratios):.2f})."
+        )
+
+
+def time_ratios(rows: Sequence[Row]) -> list[float]:
+    """Return the seconds of admission just in time over the synchronous loop's, for every seed that has both."""
+    seconds = {(row.arm, row.seed): row.seconds for row in rows}
+    seeds = sorted(seed for arm, seed in seconds if arm == "just_in_time" and ("synchronous", seed) in seconds)
+    return [seconds["just_in_time", seed] / seconds["synchronous", seed] for seed in seeds]
 
 
 def picture(rows: Sequence[Row]) -> Figure:

@@ -80,4 +80,6 @@ def _shares(one: Shown) -> Mapping[str, Mapping[str, float]]:
 
 def _name(value: Any) -> str:
     """Return a name of the configuration; of a path, its last part. Credentials are masked first: they may have a /."""
-    return redact_text(value).rstrip("/").rpartition("/")[2][:_LONGEST] if isinstance(value, str) and value else _UNKNOWN
+    if not isinstance(value, str) or not value:
+        return _UNKNOWN
+    return redact_text(value).rstrip("/").rpartition("/")[2][:_LONGEST]
