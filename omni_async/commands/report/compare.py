@@ -41,8 +41,7 @@ class Reached(NamedTuple):
     """A reward that both arms reached, and the seconds that each of them took to it."""
 
     reward: float
-    before_s: float
-    after_s: float
+    times: tuple[float, float]
 
 
 class Final(NamedTuple):
@@ -89,7 +88,7 @@ def headline(found: Comparison) -> str:
     names = found.before.name, found.after.name
     updates = found.update_s
     if found.reached is not None:
-        times = found.reached.before_s, found.reached.after_s
+        times = found.reached.times
         to = f"{found.metric} {number(found.reached.reward)}"
         if not _differ(times):
             return f"{names[1]} and {names[0]} are equally fast: {to} after {' and '.join(map(seconds, times[::-1]))}"
@@ -107,24 +106,24 @@ def headline(found: Comparison) -> str:
 
 def speed_up(found: Comparison) -> float:
     """Return how many times as fast the second arm is, to the same reward or else per update; 0 if unknown."""
-    times = found.reached[1:] if found.reached is not None else found.update_s
+    times = found.reached.times if found.reached is not None else found.update_s
     return 0.0 if times is None or times[1] <= 0 else times[0] / times[1]
 
 
 def comparison_blocks(found: Comparison) -> list[Block]:
     """Return the numbers of a comparison, and the reasons for missing numbers."""
-    arms = f"{found.before.name} → {found.after.name}"
+    names = found.before.name, found.after.name
+
+    def times(label: str, pair: tuple[float, float], more: str = "") -> Fact:
+        faster = f"; {names[pair[1] < pair[0]]} is {_ratio(pair)} times as fast" if _differ(pair) else ""
+        return Fact(label, " → ".join(map(number, pair)), f"{' → '.join(names)}{faster}{more}")
+
     items = []
     if found.reached is not None:
-        level, before_s, after_s = found.reached
-        detail = f"{arms}; the highest that both reached"
-        items.append(
-            Fact(f"seconds to {found.metric} {number(level)}", f"{number(before_s)} → {number(after_s)}", detail)
-        )
+        label = f"seconds to {found.metric} {number(found.reached.reward)}"
+        items.append(times(label, found.reached.times, ", to the highest reward that both reached"))
     if found.update_s is not None:
-        slower, faster = max(found.update_s), min(found.update_s)
-        detail = f"{arms}; {slower / faster:.2f} times as fast" if faster else arms
-        items.append(Fact("seconds per update", " → ".join(map(number, found.update_s)), detail))
+        items.append(times("seconds per update", found.update_s))
     if found.final is not None:
         what, before, after, gain, how = found.final
         interval = " (95 % interval)" if gain.half is not None else ""
@@ -177,7 +176,7 @@ def same_reward(before: Sequence[Point], after: Sequence[Point]) -> Reached | No
     level = min(max(point.reward for point in curve) for curve in (before, after))
     if level <= max(before[0].reward, after[0].reward):
         return None
-    return Reached(level, _seconds_to(level, before), _seconds_to(level, after))
+    return Reached(level, (_seconds_to(level, before), _seconds_to(level, after)))
 
 
 def _seconds_to(level: float, curve: Sequence[Point]) -> float:

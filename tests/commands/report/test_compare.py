@@ -34,7 +34,7 @@ def test_the_headline_has_the_seconds_to_the_highest_reward_that_both_reached(tm
     assert found["title"] == "async is 1.75 times as fast: validation reward 0.600 after 34.3 s instead of 60.0 s"
     numbers = facts(found)
     assert numbers["seconds to validation reward 0.600"][0] == "60.0 → 34.3"
-    assert numbers["seconds per update"] == ("3.00 → 2.00", "sync → async; 1.50 times as fast")
+    assert numbers["seconds per update"] == ("3.00 → 2.00", "sync → async; async is 1.50 times as fast")
 
 
 def test_the_first_recipe_is_the_baseline_and_may_be_the_faster_one(tmp_path: Path) -> None:
