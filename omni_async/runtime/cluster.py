@@ -148,10 +148,13 @@ class Cluster(ABC):
     def services(self) -> dict[str, Work]:
         """Return the work of roles that run until they are cancelled."""
         return {
-            task: getattr(self._actors[name], method)()
+            task: self._run_service(name, method)
             for name, spec in self._at_work()
             for task, method in spec.services.items()
         }
+
+    async def _run_service(self, name: str, method: str) -> None:
+        await getattr(self._actors[name], method)()
 
     async def preempt(self) -> None:
         """Notify the trainer that the run stops, so no update is worth waiting for."""
