@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from omni_async.config.role_table import Membership, RoleSpec, roles_of
 from omni_async.control.events import RunEvent
+from omni_async.records.write.devices import Device
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.roles.inputs import RunInputs
 from omni_async.store import ObjectStore
@@ -95,6 +96,10 @@ class Cluster(ABC):
     @abstractmethod
     def parts(self) -> dict[str, dict[str, Any]]:
         """Return the `pid` and `node` of every part at work, by name."""
+
+    @abstractmethod
+    def sampled(self) -> list[tuple[str, str, list[Device]]]:
+        """Return each worker that uses accelerators, its node, and the accelerators that it sees, as last read."""
 
     @abstractmethod
     async def close(self) -> None: ...

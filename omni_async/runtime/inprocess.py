@@ -11,6 +11,7 @@ from typing import Any
 
 from omni_async.aio.clock import Clock, WallClock
 from omni_async.plugins.entry_points import load_named
+from omni_async.records.write.devices import Device, DeviceSampler
 from omni_async.records.write.logs import SharedOutput, printing_as
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.roles.builders import ServiceHost, WorkerContext
@@ -31,7 +32,7 @@ class InProcessCluster(Cluster):
         super().__init__(inputs, run)
         self.store: ObjectStore = LocalStore()
         self._clock = clock or WallClock()
-        self._output = SharedOutput(run.logs)
+        self._output, self._devices = SharedOutput(run.logs), DeviceSampler()
         for worker in self._all_workers():
             self._build(worker)
 
@@ -44,8 +45,11 @@ class InProcessCluster(Cluster):
         return role
 
     async def connect(self) -> None:
-        """Begin to copy output to logs; all roles run in this process."""
+        """Begin to copy output to logs, and to read an accelerator; all roles run in this process."""
         self._output.open()
+        asking = (spec.resources(self._config).gpus for spec in self._table.values())
+        if self._config.emulation is None and any(asking):
+            self._devices.start()
 
     async def start(self) -> None:
         # One after the other: diffusers and transformers patch torch.nn.Module while they load, for every thread of the
@@ -83,10 +87,14 @@ class InProcessCluster(Cluster):
     def parts(self) -> dict[str, dict[str, Any]]:
         return {name: {"pid": os.getpid(), "node": "local"} for name in self._actors}
 
+    def sampled(self) -> list[tuple[str, str, list[Device]]]:
+        return [("all workers", "local", self._devices.devices)]
+
     async def close(self) -> None:
         """Close services, whose work may never have begun. Other roles free their resources when their work ends."""
         try:
             for name in [*self._actors]:
                 await self._end(name)
         finally:
+            self._devices.stop()
             self._output.close()

@@ -251,6 +251,9 @@ class HandCluster:
     def parts(self) -> dict[str, dict[str, Any]]:
         return {name: {"pid": 0, "node": "local"} for name in (*self._work, *self._workers)}
 
+    def sampled(self) -> list[Any]:
+        return []
+
     async def close(self) -> None:
         self.closed = True
 

@@ -29,6 +29,7 @@ from omni_async.control.rounds import NotComparable, Round, compare, first_and_l
 from omni_async.records.read.rounds import line_of
 from omni_async.records.write.attempts import Fault
 from omni_async.records.write.console import Console, UpdateView
+from omni_async.records.write.devices import Device, RunDevices, UsedDevice, device_metrics
 from omni_async.records.write.rundir import RunDirectory, SpanLog, append_jsonl
 from omni_async.records.write.sinks.feed import Sinks
 from omni_async.records.write.stages import StageSeconds
@@ -91,6 +92,8 @@ class Observer:
         self.on_lost: Callable[[str, str], None] = lambda name, reason: None
         self.on_closing: Callable[[], None] = lambda: None
         self.on_line: Callable[[dict[str, Any]], None] = lambda line: None
+        self.sampled: Callable[[], list[tuple[str, str, list[Device]]]] = list
+        self._devices = RunDevices()
         self._go_on_from(start)
 
     def recall(self, start: ControlState) -> None:
@@ -247,6 +250,7 @@ class Observer:
             **{f"busy/{role}": shares["busy"] for role, shares in busy.items()},
             **{f"buffers/{name}": held["reserved"] for name, held in buffers.items() if "reserved" in held},
             "buffers/bytes_held/max": buffers["bytes"]["most"],
+            **device_metrics(self.devices()),
         }
         more = {name: data[name] for name in ("finished", "conservation")}
         self._record(version, {**numbers, **more})
@@ -291,6 +295,10 @@ class Observer:
                 "extra": {name: data["metrics"][name] for name in _SHOWN if name in data["metrics"]},
             }
         )
+
+    def devices(self) -> list[UsedDevice]:
+        """Return the accelerators of the run, as last read; empty if it uses none."""
+        return self._devices.of(self.sampled())
 
     def progress(self) -> dict[str, Any]:
         """Return the progress of the run, for `omni-async status`.
