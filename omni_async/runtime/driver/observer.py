@@ -28,7 +28,7 @@ from omni_async.control.events import RunEvent
 from omni_async.control.rounds import NotComparable, Round, compare, first_and_last
 from omni_async.records.read.rounds import line_of
 from omni_async.records.write.attempts import Fault
-from omni_async.records.write.console import Console, UpdateView
+from omni_async.records.write.console import Console, UpdateView, counts_left_out
 from omni_async.records.write.devices import Device, RunDevices, UsedDevice, device_metrics
 from omni_async.records.write.rundir import RunDirectory, SpanLog, append_jsonl
 from omni_async.records.write.sinks.feed import Sinks
@@ -119,7 +119,8 @@ class Observer:
         events = {"trained": 0, "rejected": 0, "dropped": 0, **ledger.events}
         # Reported by the summary if the coordinator is lost before its last event.
         conservation = {**events, "admitted": ledger.lines, "live": 0}
-        self._last: dict[str, Any] = {"conservation": conservation, "images": start.images}
+        why = {"reasons": ledger.reasons, "drop_reasons": ledger.drop_reasons}
+        self._last: dict[str, Any] = {"conservation": conservation, "images": start.images, **why}
         self._rewards = [math.nan if reward is None else reward for reward in start.rewards]  # null: not finite
         self._rounds = [*start.rounds]
         updates = range(start.version - len(start.rewards) + 1, start.version + 1)
@@ -271,7 +272,7 @@ class Observer:
 
     def _counted(self, data: dict[str, Any]) -> None:
         self.made += 1
-        self._last = {"conservation": data["conservation"], "images": data["images"]}
+        self._last = {name: data[name] for name in ("conservation", "images", "reasons", "drop_reasons")}
         self._rewards.append(data["reward"])
         self._staleness.update(data["staleness"])
         self.version = data["version"]
@@ -293,6 +294,7 @@ class Observer:
                 "buffers": {"slots": (slots["live"] + slots["awaiting_publication"], slots["capacity"]), **held},
                 "busy": {role: busy[role]["busy"] for role in self._roles if role in busy},
                 "extra": {name: data["metrics"][name] for name in _SHOWN if name in data["metrics"]},
+                "left_out": counts_left_out(data["conservation"], data["reasons"], data["drop_reasons"]),
             }
         )
 
