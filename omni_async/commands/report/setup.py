@@ -9,7 +9,7 @@ from typing import Any
 from omni_async.commands.report.blocks import Fact, Facts
 from omni_async.commands.report.shown import Shown
 from omni_async.commands.report.staleness import ages_of
-from omni_async.commands.report.waiting import STAGES, slowest
+from omni_async.commands.report.waiting import STAGES, shares_from, slowest
 from omni_async.config.redact import redact_text
 from omni_async.types import finite
 
@@ -57,25 +57,26 @@ def _staleness(one: Shown) -> Fact:
 
 
 def _bottleneck(one: Shown) -> Fact:
-    shares = _shares(one)
+    return bottleneck(_shares(one), one.run.setting("staleness.max_updates"))
+
+
+def bottleneck(shares: Mapping[str, Mapping[str, float]], budget: Any) -> Fact:
+    """Return the slowest stage, and how busy each is; the arguments are those of `slowest`."""
     busy = [f"{stage} {shares[role]['busy']:.0%}" for role, stage in STAGES.items() if role in shares]
-    found = slowest(shares, one.run.setting("staleness.max_updates"))
+    found = slowest(shares, budget)
     return Fact("bottleneck", found.stage, f"busy: {', '.join(busy)}" if busy else found.says)
 
 
 def _shares(one: Shown) -> Mapping[str, Mapping[str, float]]:
-    """Return role -> state -> share of the time: the summary's, or without one, estimates from the updates' metrics.
-
-    Metrics only have the busy share. The rest counts as waiting for groups in the trainer, and for room elsewhere."""
+    """Return role -> state -> share of the time: the summary's, or without one, estimates from the updates' metrics."""
     if one.run.summary is not None:
         return {role: states for role, states in one.run.summary.busy.items() if "busy" in states}
     found = {}
     for role in STAGES:
         busy = [value for line in one.run.updates if (value := finite(line.get(f"busy/{role}"))) is not None]
         if busy:
-            share = median(busy)
-            found[role] = {"busy": share, "starved" if role == "trainer" else "backpressured": 1 - share}
-    return found
+            found[role] = median(busy)
+    return shares_from(found)
 
 
 def _name(value: Any) -> str:

@@ -114,6 +114,14 @@ class Slowest(NamedTuple):
     says: str
 
 
+def shares_from(busy: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return role -> state -> share of the time, of roles whose busy share alone is known.
+
+    The rest counts as waiting for groups in the trainer, and for room elsewhere."""
+    waits = {role: "starved" if role == "trainer" else "backpressured" for role in busy}
+    return {role: {"busy": share, waits[role]: 1 - share} for role, share in busy.items()}
+
+
 def slowest(shares_: Mapping[str, Mapping[str, float]], budget: Any) -> Slowest:
     """Find the slowest stage.
 
