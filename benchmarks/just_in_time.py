@@ -12,16 +12,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
 import msgspec
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.arguments import append_row, command_parser
+from benchmarks.lanes import Lanes, draw_lanes, lanes_of
 from omni_async.config.writing import replacing
 
 _HELP = """\
@@ -29,10 +31,13 @@ Train the quickstart once per arm and seed, and follow its validation reward.
 
   python -m benchmarks.just_in_time                       # 15 runs of about 2 minutes on two cores
   python -m benchmarks.just_in_time --job quickstart      # the quickstart as it is, with vLLM-Omni
-  python -m benchmarks.just_in_time --table --picture     # train nothing; print CSV's table, draw its curves
+  python -m benchmarks.just_in_time --table --picture     # train nothing; print CSV's table, draw its pictures
 
 Every finished run appends a row to CSV; the same command continues with the runs that have none. Exit codes: 0 done,
 1 a run failed, 2 wrong usage, 130 interrupted.
+
+Pictures: just_in_time.png has the curves of all arms. sync_async.png, of README.md, has the curves of two arms, and
+lanes of a job on emulated devices in virtual time, which take some seconds of one core.
 """
 _ROOT = Path(__file__).parents[1]
 _RECIPE = _ROOT / "recipes" / "quickstart" / "quickstart.yaml"
@@ -120,9 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in table(rows):
         _print(line)
     if options.picture is not None:
-        with replacing(options.picture) as unfinished:
-            picture(rows).savefig(unfinished, dpi=110)
-        _print(f"wrote {options.picture}")
+        pictures = {"just_in_time.png": picture(rows), "sync_async.png": first_picture(rows, *lanes_of())}
+        for name, figure in pictures.items():
+            with replacing(options.picture / name) as unfinished:
+                figure.savefig(unfinished, dpi=110)
+            _print(f"wrote {options.picture / name}")
     return 0
 
 
@@ -139,9 +146,9 @@ def _parser() -> argparse.ArgumentParser:
         "--picture",
         type=Path,
         nargs="?",
-        const=_ROOT / "docs" / "just_in_time.png",
-        metavar="PNG",
-        help="train nothing, draw reward against seconds (default: docs/just_in_time.png)",
+        const=_ROOT / "docs",
+        metavar="FOLDER",
+        help="train nothing, write just_in_time.png and sync_async.png (default: into docs)",
     )
     return parser
 
@@ -230,7 +237,7 @@ def _written(row: Row) -> NamedTuple:
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of a Markdown table: a line per arm, with its seeds next to each other."""
+    """Yield the lines of a Markdown table, a line per arm with its seeds next to each other, and a ratio of times."""
     yield f"| arm | validation reward at the end | mean | seconds after loading | seconds to {_THRESHOLD} | staleness |"
     yield "|---|---|---:|---|---|---:|"
     for arm in ARMS:
@@ -247,28 +254,58 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
             f" | {', '.join(f'{row.seconds:.0f}' for row in own)} | {shown}"
             f" | {fmean(row.staleness for row in own):.2f} |"
         )
+    if ratios := time_ratios(rows):
+        yield ""
+        yield (
+            f"Just in time takes {median(ratios):.2f} of the synchronous loop's seconds (median of {len(ratios)} seeds;"
+            f" {min(ratios):.2f} to {max(ratios):.2f})."
+        )
+
+
+def time_ratios(rows: Sequence[Row]) -> list[float]:
+    """Return the seconds of admission just in time over the synchronous loop's, for every seed that has both."""
+    seconds = {(row.arm, row.seed): row.seconds for row in rows}
+    seeds = sorted(seed for arm, seed in seconds if arm == "just_in_time" and ("synchronous", seed) in seconds)
+    return [seconds["just_in_time", seed] / seconds["synchronous", seed] for seed in seeds]
 
 
 def picture(rows: Sequence[Row]) -> Figure:
     """Plot validation reward against seconds: a thin line per run, and a thick one of the means over an arm's seeds."""
     figure = Figure(figsize=(7.2, 4.0), layout="constrained")
-    axes = figure.subplots()
-    for arm, colour in _COLOURS.items():
-        own = [row for row in rows if row.arm == arm]
+    labels = {
+        arm: f"{arm.replace('_', ' ')}: samples {fmean(own):.1f} updates old"
+        for arm in ARMS
+        if (own := [row.staleness for row in rows if row.arm == arm])
+    }
+    _draw_curves(figure.subplots(), rows, labels)
+    return figure
+
+
+def first_picture(rows: Sequence[Row], in_step: Lanes, overlapped: Lanes) -> Figure:
+    """Plot the curves of the synchronous loop and of admission just in time; next to them, lanes of who works when."""
+    figure = Figure(figsize=(11.0, 3.8), layout="constrained")
+    curves, lanes = figure.subplots(1, 2, width_ratios=(1.0, 1.35))
+    _draw_curves(curves, rows, {"synchronous": "synchronous", "just_in_time": "asynchronous, just in time"})
+    curves.set_title("quickstart, two CPU cores, 5 seeds", fontsize=10)
+    draw_lanes(lanes, in_step, overlapped, (_COLOURS["synchronous"], _COLOURS["just_in_time"]))
+    lanes.set_title("Qwen-Image with LoRA, 5 emulated H800 GPUs: when each of them works", fontsize=10)
+    return figure
+
+
+def _draw_curves(axes: Axes, rows: Sequence[Row], labels: Mapping[str, str]) -> None:
+    for arm, label in labels.items():
+        own, colour = [row for row in rows if row.arm == arm], _COLOURS[arm]
         for row in own:
             axes.plot(row.at_s, row.rewards, color=colour, alpha=0.25, linewidth=0.8)
         if own:
             seconds = [fmean(at) for at in zip(*(row.at_s for row in own), strict=True)]
             rewards = [fmean(found) for found in zip(*(row.rewards for row in own), strict=True)]
-            staleness = fmean(row.staleness for row in own)
-            label = f"{arm.replace('_', ' ')}: samples {staleness:.1f} updates old"
             axes.plot(seconds, rewards, color=colour, marker="o", linewidth=2, label=label)
     axes.set_xlabel("seconds after loading")
     axes.set_ylabel("validation reward")
     axes.set_xlim(left=0)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, loc="lower right")
-    return figure
 
 
 def _print(line: str) -> None:

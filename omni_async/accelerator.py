@@ -68,6 +68,12 @@ def _shown(visible: str) -> list[str]:
     return [] if visible.strip() in _HIDES_ALL else visible.split(",")
 
 
+def nvidia_ids(environment: Mapping[str, str] = os.environ) -> list[str] | None:
+    """Return the ids of the Nvidia devices that the environment shows a process; None: all of them."""
+    visible = environment.get(_VISIBLE["GPU"])
+    return None if visible is None else _shown(visible)
+
+
 def showing(devices: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Return the environment variables that show a process and its children these devices and hide all others.
 

@@ -32,7 +32,9 @@ def busy() -> bool:
 
 
 class DaemonThread(Executor):
-    """A thread that runs one call after another, and ends when this object is no longer referenced."""
+    """A thread that runs one call after another, and ends when this object is no longer referenced.
+
+    Context variables of a call are those of its `submit`."""
 
     def __init__(self, name: str) -> None:
         self._calls: _Calls = SimpleQueue()
@@ -44,7 +46,7 @@ class DaemonThread(Executor):
         if self._closed:
             raise RuntimeError("cannot schedule new futures after shutdown")
         future: Future[T] = Future()
-        self._calls.put((future, partial(call, *args, **kwargs)))
+        self._calls.put((future, partial(contextvars.copy_context().run, call, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -110,5 +112,4 @@ async def in_daemon_thread(function: Callable[P, T], /, *args: P.args, **kwargs:
     """Run a blocking call in a daemon thread; return its result or raise its exception.
 
     A cancelled caller leaves the call behind in its thread. Context variables are the caller's."""
-    call = partial(contextvars.copy_context().run, function, *args, **kwargs)
-    return await asyncio.get_running_loop().run_in_executor(_POOL, call)
+    return await asyncio.get_running_loop().run_in_executor(_POOL, partial(function, *args, **kwargs))

@@ -37,7 +37,8 @@ from omni_async.worker import BUILT_IN_ROLES
 _STATUS = """\
 Show the state of a job. For a running job: update and time left, reward, staleness, the last validation round, how
 groups ended, the last message of a role with its time (a scorer is down, for example), workers with their processes
-and the versions that engines hold, and buffers. For a job that ended or was killed: the files that it left.
+and the versions that engines hold, buffers, and the memory and utilisation of accelerators. For a job that ended or was
+killed: the files that it left.
 
   omni-async status runs/quickstart-20260101-120000
   omni-async status runs/quickstart-20260101-120000 --json
@@ -152,10 +153,20 @@ def running_lines(status: Mapping[str, Any]) -> list[str]:
     parts = [_part(name, where, status)[: len(head)] for name, where in status["parts"].items()]
     buffers = [_buffer(name, held) for name, held in status["buffers"].items()]
     lines += ["", *columns([head, *parts]), "", *columns([["places in", "taken", "of", "ready"], *buffers])]
+    if devices := status.get("devices"):
+        lines += ["", *columns([["accelerator", "memory", "of", "busy", "used by"], *map(_device, devices)])]
     if scorers := status.get("scorers"):
         rows = [_scorer(label, one) for label, one in scorers.items()]
         lines += ["", *columns([["scorer", "samples in it", "waiting", "answers in", "1 of 20 in"], *rows])]
     return [*lines, "", f"faults mended: {status['faults']}"]
+
+
+def _device(found: Mapping[str, Any]) -> list[str]:
+    """Render an accelerator: its memory in use by all processes, and the share of the last 30 s that it was busy."""
+    one, busy = found["device"], found["device"]["utilisation"]
+    memory = (size_text(one[name]) for name in ("memory_bytes", "total_bytes"))
+    share = "" if busy is None else f"{busy:.0%}"
+    return [f"{found['number']} {one['name']}", *memory, share, ", ".join(found["workers"])]
 
 
 def _scorer(label: str, found: Mapping[str, Any]) -> list[str]:

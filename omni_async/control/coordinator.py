@@ -341,7 +341,7 @@ class Coordinator:
             "shared_steps": self._samples.shared_steps,
             "held": self.versions.held,
             "buffers": buffer_statistics(self._groups, self._samples),
-            "conservation": self.ledger.counters(),
+            **self._endings(),
         }
         data["scorers"] = self._scorers.take()
         data["admission"] = self.admission.pace
@@ -563,13 +563,19 @@ class Coordinator:
     def _state(self) -> ControlState:
         return control_state(self.versions, self._source, self._groups, self._samples, self._validation, self._record)
 
+    def _endings(self) -> dict[str, dict[str, int]]:
+        """Return the groups by ending, and the short reasons of rejected and of dropped groups."""
+        return {
+            "conservation": self.ledger.counters(),
+            "reasons": count(self.ledger.reasons),
+            "drop_reasons": count(self.ledger.drop_reasons),
+        }
+
     async def statistics(self) -> dict[str, Any]:
         """Return the contents of buffers, the ends of groups, the versions of engines and the addresses of services."""
         return {
             "buffers": buffer_statistics(self._groups, self._samples),
-            "conservation": self.ledger.counters(),
-            "reasons": count(self.ledger.reasons),
-            "drop_reasons": count(self.ledger.drop_reasons),
+            **self._endings(),
             "engines": dict(self.versions.engines),
             "scorers": self._scorers.now(),
             "addresses": {name: redact_text(address) for name, address in self._addresses.ready.items()},

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from omni_async.config.role_table import Membership, RoleSpec, roles_of
 from omni_async.control.events import RunEvent
+from omni_async.records.write.devices import Device
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.roles.inputs import RunInputs
 from omni_async.store import ObjectStore
@@ -97,6 +98,10 @@ class Cluster(ABC):
         """Return the `pid` and `node` of every part at work, by name."""
 
     @abstractmethod
+    def sampled(self) -> list[tuple[str, str, list[Device]]]:
+        """Return each worker that uses accelerators, its node, and the accelerators that it sees, as last read."""
+
+    @abstractmethod
     async def close(self) -> None: ...
 
     # ---- the beginning -----------------------------------------------------------------------------------------------
@@ -148,10 +153,13 @@ class Cluster(ABC):
     def services(self) -> dict[str, Work]:
         """Return the work of roles that run until they are cancelled."""
         return {
-            task: getattr(self._actors[name], method)()
+            task: self._run_service(name, method)
             for name, spec in self._at_work()
             for task, method in spec.services.items()
         }
+
+    async def _run_service(self, name: str, method: str) -> None:
+        await getattr(self._actors[name], method)()
 
     async def preempt(self) -> None:
         """Notify the trainer that the run stops, so no update is worth waiting for."""

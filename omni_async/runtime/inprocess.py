@@ -1,6 +1,7 @@
 """Runs every role on one event loop: for tests, debugging, and machines without Ray.
 
-Classes and messages are the same as on Ray; nothing is serialised.
+Classes and messages are the same as on Ray; nothing is serialised. A worker's output is copied to its log; output of a
+call by another worker is in the caller's log.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Any
 
 from omni_async.aio.clock import Clock, WallClock
 from omni_async.plugins.entry_points import load_named
+from omni_async.records.write.devices import Device, DeviceSampler
+from omni_async.records.write.logs import SharedOutput, printing_as
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.roles.builders import ServiceHost, WorkerContext
 from omni_async.roles.inputs import RunInputs
@@ -29,6 +32,7 @@ class InProcessCluster(Cluster):
         super().__init__(inputs, run)
         self.store: ObjectStore = LocalStore()
         self._clock = clock or WallClock()
+        self._output, self._devices = SharedOutput(run.logs), DeviceSampler()
         for worker in self._all_workers():
             self._build(worker)
 
@@ -36,11 +40,16 @@ class InProcessCluster(Cluster):
         context = WorkerContext(
             worker, self._inputs, self._run.path, self.store, self._peers_of(worker), clock=self._clock
         )
-        self._actors[str(worker)] = role = load_named(self._table[worker.role].build)(context)
+        with printing_as(str(worker)):
+            self._actors[str(worker)] = role = load_named(self._table[worker.role].build)(context)
         return role
 
     async def connect(self) -> None:
-        """Do nothing: all roles run in this process."""
+        """Begin to copy output to logs, and to read an accelerator; all roles run in this process."""
+        self._output.open()
+        asking = (spec.resources(self._config).gpus for spec in self._table.values())
+        if self._config.emulation is None and any(asking):
+            self._devices.start()
 
     async def start(self) -> None:
         # One after the other: diffusers and transformers patch torch.nn.Module while they load, for every thread of the
@@ -56,7 +65,8 @@ class InProcessCluster(Cluster):
 
     async def _ready(self, name: str, worker: Any) -> None:
         async with self._startup_limit(lambda: name):
-            await worker.start()
+            with printing_as(name):
+                await worker.start()
 
     async def _end(self, name: str) -> None:
         role = self._actors.pop(name, None)
@@ -64,7 +74,12 @@ class InProcessCluster(Cluster):
             await role.close()
 
     async def _run_worker(self, name: str) -> None:
-        await self._actors[name].run()
+        with printing_as(name):
+            await self._actors[name].run()
+
+    async def _run_service(self, name: str, method: str) -> None:
+        with printing_as(name):
+            await super()._run_service(name, method)
 
     async def find_lost(self) -> str | None:
         return None
@@ -72,7 +87,14 @@ class InProcessCluster(Cluster):
     def parts(self) -> dict[str, dict[str, Any]]:
         return {name: {"pid": os.getpid(), "node": "local"} for name in self._actors}
 
+    def sampled(self) -> list[tuple[str, str, list[Device]]]:
+        return [("all workers", "local", self._devices.devices)]
+
     async def close(self) -> None:
         """Close services, whose work may never have begun. Other roles free their resources when their work ends."""
-        for name in [*self._actors]:
-            await self._end(name)
+        try:
+            for name in [*self._actors]:
+                await self._end(name)
+        finally:
+            self._devices.stop()
+            self._output.close()

@@ -57,6 +57,14 @@ def test_a_thread_runs_calls_in_order_and_ends_with_its_owner() -> None:
     assert not itself.is_alive()
 
 
+def test_a_call_has_the_context_of_its_submit() -> None:
+    value: ContextVar[int] = ContextVar("value", default=0)
+    thread = DaemonThread("mine")
+    assert thread.submit(value.get).result(PATIENCE) == 0
+    value.set(7)
+    assert thread.submit(value.get).result(PATIENCE) == 7
+
+
 def test_at_the_end_calls_that_wait_are_cancelled_and_others_refused() -> None:
     thread, release = DaemonThread("mine"), threading.Event()
     running, waiting = thread.submit(release.wait), thread.submit(int)

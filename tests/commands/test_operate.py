@@ -51,6 +51,15 @@ STATUS: dict[str, Any] = {
         "judge": {"in_flight": 40, "queued": 0},
     },
     "addresses": {},
+    "devices": [
+        {
+            **{"number": 0, "node": "a", "workers": ["rollout-0.2", "trainer"]},
+            "device": {
+                **{"id": "GPU-1", "name": "NVIDIA H100", "utilisation": 0.97},
+                **{"memory_bytes": 41 * 2**30, "total_bytes": 80 * 2**30},
+            },
+        }
+    ],
 }
 
 
@@ -106,6 +115,8 @@ def test_the_status_is_a_table_for_people_and_json_for_programs(tmp_path, capsys
     assert ["rollout-0.2", "12", "version", "7"] in cells and ["rollout-1", "13", "none", "yet"] in cells
     assert ["slots", "3", "6"] in cells and ["replay", "4", "16", "1"] in cells
     assert ["ocr", "8", "2", "0.25", "s", "1.5", "s"] in cells and ["judge", "40", "0"] in cells
+    assert "accelerator    memory  of      busy  used by" in lines
+    assert "0 NVIDIA H100  41 GiB  80 GiB  97%   rollout-0.2, trainer" in lines
     assert lines[-1] == "faults mended: 3"
 
 

@@ -636,6 +636,12 @@ _STATUS: dict[str, Any] = {
         "trajectories": {"capacity": 96, "reserved": 60, "ready": 4},
         "bytes": {"capacity": None, "reserved": 2_000_000, "ready": 1_000_000, "most": 1_500_000},
     },
+    "devices": [
+        {
+            "number": 0, "node": "local", "workers": ["trainer"],
+            "device": {"id": "0", "name": "H100", "memory_bytes": 1, "total_bytes": 2, "utilisation": 0.5},
+        }
+    ],
     "scorers": {"jpeg_size": {"in_flight": 1, "queued": 2, "answer_s/p50": 0.1, "answer_s/p95": 0.2}},
     "progress": {
         "update": 4, "updates": 100, "eta_s": 90.0, "reward": 0.51, "staleness/mean": 1.0, "staleness/max": 2,

@@ -151,7 +151,7 @@ def update(version: int, started: float, finished: float, **metrics: float) -> R
         **{"reward": 0.5, "parts": {}, "staleness": [0, 1], "images": 4 * version, "scorers": {}},
         **dict.fromkeys(("drawn", "encoded", "cached", "steps", "shared_steps"), 0),
         "admission": Pace(lead_s=1.0, work_s=2.0, reserve_s=0.5, starved_s=0.0),
-        "conservation": NOTHING,
+        **{"conservation": NOTHING, "reasons": {}, "drop_reasons": {}},
         "buffers": {"slots": slots, "trajectories": buffer, "replay": buffer, "bytes": held},
     }
     return RunEvent("update", data)
@@ -250,6 +250,9 @@ class HandCluster:
 
     def parts(self) -> dict[str, dict[str, Any]]:
         return {name: {"pid": 0, "node": "local"} for name in (*self._work, *self._workers)}
+
+    def sampled(self) -> list[Any]:
+        return []
 
     async def close(self) -> None:
         self.closed = True

@@ -91,7 +91,10 @@ class Fact(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True, tag="facts", tag_field="kind"):
+    """Facts next to each other; `compact` ones have no frame."""
+
     items: list[Fact]
+    compact: bool = False
 
 
 class Text(msgspec.Struct, frozen=True, tag="text", tag_field="kind"):
@@ -167,7 +170,14 @@ class Lanes(msgspec.Struct, frozen=True, tag="lanes", tag_field="kind"):
     data: dict[str, Any]
 
 
-Block = Chart | Table | Facts | Text | Commands | Gains | Samples | Lanes
+class Details(msgspec.Struct, frozen=True, tag="details", tag_field="kind"):
+    """Blocks that a reader opens by their `summary`."""
+
+    summary: str
+    blocks: list[Chart | Table | Text]
+
+
+Block = Chart | Table | Facts | Text | Commands | Gains | Samples | Lanes | Details
 
 
 class Tab(msgspec.Struct, frozen=True):
@@ -178,13 +188,24 @@ class Tab(msgspec.Struct, frozen=True):
 
 
 class Section(msgspec.Struct, frozen=True):
-    """A part of the page, refreshed separately: a title, a sentence, blocks, and each run's own blocks."""
+    """A part of the page, refreshed separately: a title, a sentence, blocks, and each run's own blocks.
+
+    `folded`: a reader opens it by its title; until then `brief` is next to the title."""
 
     id: str
     title: str
     lead: str = ""
     blocks: list[Block] = []
     tabs: list[Tab] = []
+    folded: bool = False
+    brief: str = ""
+
+
+def fold(section: Section) -> Section:
+    """Return a folded section. Its brief is the first sentence of its only run's blocks, or of its common blocks."""
+    blocks = section.tabs[0].blocks if len(section.tabs) == 1 else section.blocks
+    brief = blocks[0].text if blocks and isinstance(blocks[0], Text) else ""
+    return msgspec.structs.replace(section, folded=True, brief=brief)
 
 
 def thinned(y: Sequence[float | None], most: int = MOST_POINTS) -> list[int]:

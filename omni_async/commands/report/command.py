@@ -15,14 +15,16 @@ from omni_async.config.redact import one_line
 from omni_async.config.section import size_text
 
 _REPORT = """\
-Write a page about one or several runs: learning curves and their cost, samples over time, waits between roles,
-staleness, drift, faults and the configuration. It is one HTML file that opens in a browser without a network and can
-be sent to others. Running, killed and resumed runs have a page too:
+Write a page about one or several runs: the outcome, samples over time, learning curves and their cost, waits between
+roles, staleness, drift, faults and the configuration. It is one HTML file that opens in a browser without a network
+and can be sent to others. Running, killed and resumed runs have a page too:
 
   omni-async report runs/quickstart-20260101-120000
-  omni-async report runs/quickstart-20260101-120000 runs/sync-20260101-130000 --out comparison.html
+  omni-async report runs/sync-20260101-130000 runs/quickstart-20260101-120000 --out comparison.html
 
-Runs that differ in run.seed alone are drawn as their mean, with the range of the seeds.
+A comparison begins with the faster recipe: seconds to the highest reward that both reached, seconds per update, and
+the difference of the final rewards with its interval. The first recipe is the baseline. Runs that differ in run.seed
+alone are one recipe: they are drawn as their mean, with the range of the seeds.
 
 Exit codes: 0 done, 1 the page could not be written, 2 wrong arguments.
 """
@@ -60,7 +62,8 @@ def report(options: argparse.Namespace) -> int:
     runs = [read_run(folder) for folder in folders]
     named = (run.setting(key) for run in runs for key in ("data.prompts", "data.preferences", "validation.prompts"))
     require_no_input("--out", out, [Path(one) for one in named if isinstance(one, str) and "\0" not in one])
-    content = one_file(page_of(runs, f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}")).encode(errors="replace")
+    page = page_of(runs, f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}")
+    content = one_file(page).encode(errors="replace")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, content, streams=options.out is not None)
@@ -70,6 +73,7 @@ def report(options: argparse.Namespace) -> int:
     what = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     where = one_line(str(out))
     sys.stdout.write(
+        f"{one_line(page['sections'][0]['title'])}\n"
         f"{where}: {what}, {size_text(len(content))}\n"
         f"open it in a browser (xdg-open {where}), or send it as it is: it needs no network and no other file\n"
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from omni_async.commands.report.blocks import Axis, Chart, Section, Series, Text, series, thinning_note
+from omni_async.commands.report.blocks import Axis, Chart, Details, Section, Series, Text, series, thinning_note
 from omni_async.commands.report.seeds import with_bands
 from omni_async.commands.report.shown import Shown, axes, positions
 from omni_async.types import finite
@@ -18,16 +18,17 @@ _MOST_PARTS = 64
 def curves(shown: Sequence[Shown]) -> Section:
     """Return the section with curves of the reward, of its parts and of validation."""
     offline = any(one.run.setting("data.preferences") for one in shown)
-    blocks = [
+    whole = [
         _validation(shown, "validation/reward", "Validation reward"),
         _preference(shown) if offline else _reward(shown),
         _teacher(shown),
-        *(_validation(shown, key, f"Validation: {key.partition('/')[2]}") for key in _parts(shown)),
     ]
-    drawn = [block for block in blocks if any(one.y for one in block.series)]
+    parts = [_validation(shown, key, f"Validation: {key.partition('/')[2]}") for key in _parts(shown)]
+    drawn, parts = ([block for block in blocks if any(one.y for one in block.series)] for blocks in (whole, parts))
     if not drawn:
         return Section("curves", "Learning", blocks=[Text("There is no update yet.", tone="nothing")])
-    return Section("curves", "Learning", blocks=[*drawn])
+    folded = [Details("Parts of the validation reward", [*parts])] if parts else []
+    return Section("curves", "Learning", blocks=[*drawn, *folded])
 
 
 def _reward(shown: Sequence[Shown]) -> Chart:

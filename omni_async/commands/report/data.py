@@ -9,7 +9,7 @@ import msgspec
 
 from omni_async import __version__
 from omni_async.commands.report.alerts import alerts_section
-from omni_async.commands.report.blocks import Section
+from omni_async.commands.report.blocks import Section, fold
 from omni_async.commands.report.configuration import configuration, next_steps
 from omni_async.commands.report.correction import correction, steps
 from omni_async.commands.report.curves import curves
@@ -17,28 +17,34 @@ from omni_async.commands.report.operation import buffers, endings, faults, score
 from omni_async.commands.report.pictures import samples
 from omni_async.commands.report.shown import Shown, show
 from omni_async.commands.report.staleness import staleness
-from omni_async.commands.report.verdict import verdict
+from omni_async.commands.report.verdict import result, verdict
 from omni_async.commands.report.waiting import waiting
 from omni_async.commands.report.what_it_buys import what_it_buys
 from omni_async.records.read.record import Run
 
+
+def _folded(make: Callable[[Sequence[Shown]], Section]) -> Callable[[Sequence[Shown]], Section]:
+    return lambda shown: fold(make(shown))
+
+
 SECTIONS: dict[str, Callable[[Sequence[Shown]], Section]] = {
     "verdict": verdict,
-    "curves": curves,
     "samples": samples,
+    "result": result,
+    "curves": curves,
     "alerts": alerts_section,
     "waiting": waiting,
-    "throughput": throughput,
-    "staleness": staleness,
-    "correction": correction,
-    "steps": steps,
-    "scorers": scorers,
-    "buffers": buffers,
-    "endings": endings,
-    "faults": faults,
-    "what-it-buys": what_it_buys,
-    "configuration": configuration,
-    "next": next_steps,
+    "throughput": _folded(throughput),
+    "staleness": _folded(staleness),
+    "correction": _folded(correction),
+    "steps": _folded(steps),
+    "scorers": _folded(scorers),
+    "buffers": _folded(buffers),
+    "endings": _folded(endings),
+    "faults": _folded(faults),
+    "what-it-buys": _folded(what_it_buys),
+    "configuration": _folded(configuration),
+    "next": _folded(next_steps),
 }
 
 

@@ -53,7 +53,13 @@ def with_interval(found: Estimate) -> str:
         return number(found.mean)
     places = max(0, 1 - math.floor(math.log10(found.half))) if found.half > 0 else 3
     places = min(places, 6)
-    return f"{found.mean:.{places}f} ± {found.half:.{places}f}"
+    return f"{found.mean:z.{places}f} ± {found.half:.{places}f}"
+
+
+def signed(found: Estimate) -> str:
+    """Format `+0.251 ± 0.041`."""
+    shown = with_interval(found)
+    return shown if shown.startswith("-") else f"+{shown}"
 
 
 def seconds(value: float | None) -> str:

@@ -11,7 +11,18 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from omni_async.commands.report.blocks import Axis, Block, Cell, Chart, Mark, Section, Table, Text, thinning_note
+from omni_async.commands.report.blocks import (
+    Axis,
+    Block,
+    Cell,
+    Chart,
+    Mark,
+    Section,
+    Series,
+    Table,
+    Text,
+    thinning_note,
+)
 from omni_async.commands.report.numbers import number, seconds
 from omni_async.commands.report.seeds import with_bands
 from omni_async.commands.report.shown import Shown, axes, tabs
@@ -19,8 +30,10 @@ from omni_async.config.section import size_text
 from omni_async.types import finite
 
 _SCORER = re.compile(r"scorer/(?P<label>.+)/calls")
+_DEVICE = re.compile(r"device/(\d{1,6})/(\w+)")
 _MOST_REASONS = 50
 _MOST_SCORERS = 64
+_MOST_DEVICES = 64  # of a run
 _MOST_ROWS = 1000
 
 
@@ -38,7 +51,42 @@ def throughput(shown: Sequence[Shown]) -> Section:
                 f"metric-{key}", title, hint, axes(), Axis("", unit, low=0), curves, note=thinning_note(curves)
             )
             blocks.append(chart)
+    blocks += _accelerators(shown)
     return Section("throughput", "Speed", blocks=blocks or [Text("There is no update yet.", "nothing")])
+
+
+def _accelerators(shown: Sequence[Shown]) -> list[Block]:
+    """Return charts of the memory and the utilisation of each run's accelerators; none for runs without any."""
+    wanted = (
+        ("memory_bytes", 2**30, "Memory of accelerators", "GiB", "In use by all processes when an update ended."),
+        (
+            "utilisation",
+            0.01,
+            "Utilisation of accelerators",
+            "%",
+            "Busy share of the 30 seconds before an update ended.",
+        ),
+    )
+    blocks: list[Block] = []
+    for key, scale, title, unit, hint in wanted:
+        curves: list[Series] = []
+        for one in shown:
+            for device in _devices(one, key):
+                name = device if len(shown) == 1 else f"{one.label}, {device}"
+                curve = one.curve(f"device/{device}/{key}", name)
+                scaled = [None if value is None else value / scale for value in curve.y]
+                curves.append(replace(curve, y=scaled, colour=len(curves)))
+        if curves:
+            name, note = f"device-{key.partition('_')[0]}", thinning_note(curves)
+            blocks.append(Chart(name, title, hint, axes(), Axis("", unit, low=0), curves, note=note))
+    return blocks
+
+
+def _devices(one: Shown, key: str) -> list[str]:
+    """Return the numbers of the accelerators that have this metric."""
+    names = {name for line in one.run.updates for name in line}
+    found = (_DEVICE.fullmatch(name) for name in names)
+    return sorted((match[1] for match in found if match and match[2] == key), key=int)[:_MOST_DEVICES]
 
 
 # ---- scorers ---------------------------------------------------------------------------------------------------------
@@ -204,6 +252,11 @@ def _endings(one: Shown) -> list[Block]:
         rows = [[event, reason, f"{count:,}"] for (event, reason), count in reasons.most_common(_MOST_REASONS)]
         hint = f"The {_MOST_REASONS} most frequent of {len(reasons):,}." if len(reasons) > _MOST_REASONS else ""
         blocks.append(Table("reasons", "Why groups were not trained", ["ending", "reason", "groups"], rows, hint))
+    without = Counter(scorer for line in one.run.ledger for scorer in line.left_out)
+    if without:
+        rows = [[scorer, f"{count:,}"] for scorer, count in without.most_common(_MOST_SCORERS)]
+        hint = "It gave no value for a sample of the group, so no reward of the group includes it."
+        blocks.append(Table("without", "Scorers left out of a group's rewards", ["scorer", "groups"], rows, hint))
     again = Counter(line.attempts for line in one.run.ledger)
     if len(again) > 1:
         rows = [[times, f"{count:,}"] for times, count in sorted(again.items())[:_MOST_ROWS]]

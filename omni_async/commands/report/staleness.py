@@ -23,12 +23,17 @@ def staleness(shown: Sequence[Shown]) -> Section:
     return Section("staleness", "Staleness", lead, tabs=tabs(shown, _one))
 
 
-def _one(one: Shown) -> list[Block]:
-    trained = [
+def ages_of(one: Shown) -> list[tuple[int, int]]:
+    """Return the version and the staleness of every trained group."""
+    return [
         (line.trained_version, line.staleness)
         for line in one.run.ledger
         if line.trained_version is not None and line.staleness is not None
     ]
+
+
+def _one(one: Shown) -> list[Block]:
+    trained = ages_of(one)
     if not trained:
         return [Text("No group was trained yet.", tone="nothing")]
     counts = Counter(age for _, age in trained)

@@ -1,16 +1,26 @@
-"""Summarizes the outcome of a run in plain words and numbers: the first screen of the page."""
+"""Summarizes the outcome of a run, or of several, in plain words and numbers: the top of the page."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from omni_async.commands.report.blocks import Block, Cell, Fact, Facts, Section, Table, Text
-from omni_async.commands.report.numbers import Estimate, counted, difference, estimate, number, seconds, with_interval
+from omni_async.commands.report.compare import (
+    ENDS,
+    by_prompt,
+    comparison_blocks,
+    comparisons,
+    headline,
+    last_updates,
+    samples_per_prompt,
+    speed_up,
+)
+from omni_async.commands.report.numbers import Estimate, counted, difference, estimate, number, seconds, signed
 from omni_async.commands.report.seeds import seeds_of
+from omni_async.commands.report.setup import setup
 from omni_async.commands.report.shown import Shown, recipes_of, tabs
 from omni_async.control.rounds import NotComparable, Round, common, compare, first_and_last, mean
 from omni_async.records.read.record import ended_groups
@@ -18,7 +28,6 @@ from omni_async.records.write.console import groups_left_out
 from omni_async.types import finite
 
 LEARNED = "It learned"
-_ENDS = 5  # updates, as in the summary
 _STATUS = {
     "running": "is running",
     "done": "is done",
@@ -42,13 +51,26 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def verdict(shown: Sequence[Shown]) -> Section:
-    """Return the section with the outcome of one run, or of each of several."""
+    """Return the section with the outcome of one run, or the comparison of several, and what each run is."""
     if len(shown) == 1:
         return Section("verdict", sentence(shown[0]), blocks=_one(shown[0]))
-    blocks: list[Block] = [_comparison(shown), *(Text(text) for _, text in _seeds(shown))]
-    of_one_recipe = _seeds(shown) if len(recipes_of(shown)) == 1 else []
-    title = of_one_recipe[0][0] if of_one_recipe else f"{len(shown)} runs side by side"
+    found = comparisons(shown)
+    seeds = _seeds(shown)
+    alone = seeds[0][0] if seeds else f"{len(shown)} runs side by side"
+    title = headline(max(found, key=speed_up)) if found else alone
+    blocks: list[Block] = []
+    for one in found:
+        blocks += [*([Text(headline(one))] if len(found) > 1 else []), *comparison_blocks(one)]
+    blocks += [Text(text) for _, text in seeds]
     return Section("verdict", title, blocks=blocks, tabs=tabs(shown, _one))
+
+
+def result(shown: Sequence[Shown]) -> Section:
+    """Return the section with the numbers of the outcome, and what they cost."""
+    title = "Result and cost"
+    if len(shown) == 1:
+        return Section("result", title, blocks=[Facts([*_learning(shown[0]), *_pace(shown[0])])])
+    return Section("result", title, blocks=[_comparison(shown)])
 
 
 def sentence(one: Shown) -> str:
@@ -86,17 +108,13 @@ def reward_change(one: Shown) -> Change | None:
     """Compare the groups of the first 5 and the last 5 updates; None with fewer than 10 updates.
 
     A group is one prompt, so the interval includes the differences between prompts."""
-    versions = sorted({line.trained_version for line in one.run.ledger if line.trained_version is not None})
-    if len(versions) < 2 * _ENDS:
+    if len({line.trained_version for line in one.run.ledger if line.trained_version is not None}) < 2 * ENDS:
         return None
-    ends = []
-    for chosen in ({*versions[:_ENDS]}, {*versions[-_ENDS:]}):
-        rewards = [e.reward for e in one.run.ledger if e.trained_version in chosen and e.reward is not None]
-        ends.append(estimate(rewards))
-    if ends[0] is None or ends[1] is None:
+    first, last = last_updates(one, first=True), last_updates(one)
+    if first is None or last is None:
         return None
-    gain = difference(ends[0], ends[1])
-    return Change(ends[0], ends[1], gain, gain.half is not None and abs(gain.mean) > gain.half)
+    gain = difference(first, last)
+    return Change(first, last, gain, gain.half is not None and abs(gain.mean) > gain.half)
 
 
 def validation_change(one: Shown) -> Change | None:
@@ -127,16 +145,12 @@ def _whole(one: Shown, version: int, mean: float) -> Estimate:
 
 def _shared(one: Shown, first: Round, last: Round) -> tuple[Estimate, Estimate]:
     """Return the means of two rounds over the samples that both scored; prompts count as the independent units."""
-    given = one.run.setting("validation.samples_per_prompt", 1)
-    per_prompt = given if isinstance(given, int) and given > 0 else 1
     positions = common(first, last)
 
     def over(rewards: Sequence[float | None]) -> Estimate:
-        prompts: dict[int, list[float]] = defaultdict(list)
-        for at in positions:
-            prompts[at // per_prompt].append(rewards[at] or 0.0)
-        spread = estimate([mean(values) for values in prompts.values()])
-        whole = [value for values in prompts.values() for value in values]
+        prompts = by_prompt(rewards, positions, samples_per_prompt(one))
+        spread = estimate([mean(values) for values in prompts])
+        whole = [value for values in prompts for value in values]
         return Estimate(mean(whole), None if spread is None else spread.half)
 
     return over(first.rewards), over(last.rewards)
@@ -161,14 +175,13 @@ def incomplete_rounds(one: Shown) -> list[Block]:
 
 
 def _one(one: Shown) -> list[Block]:
-    run, blocks = one.run, list[Block]()
-    facts = [*_learning(one), *_pace(one)]
+    run = one.run
+    blocks: list[Block] = [setup(one)]
     reason = f" ({run.reason})" if run.reason else ""
     ended = f"The run {_STATUS[run.status]}{reason}, after {counted(len(run.updates), 'update')}"
     planned = run.setting("trainer.updates")
     of = f" of {planned:,}" if isinstance(planned, int) else ""
     blocks.append(Text(f"{ended}{of}. {_endings(one)}".strip()))
-    blocks.append(Facts(facts))
     blocks += incomplete_rounds(one)
     blocks += [Text(f"{name}: {why}; it is missing on this page.", "warning") for name, why in run.left_out.items()]
     unwritten = run.summary.unwritten if run.summary else {}
@@ -184,7 +197,7 @@ def _learning(one: Shown) -> list[Fact]:
         rounds = counted(len(one.run.rounds), "round")
         facts.append(_fact("validation reward", found, f"first and last of {rounds}"))
     if (found := reward_change(one)) is not None and not one.run.setting("data.preferences"):
-        facts.append(_fact("training reward", found, f"first and last {_ENDS} updates"))
+        facts.append(_fact("training reward", found, f"first and last {ENDS} updates"))
     return facts
 
 
@@ -193,7 +206,7 @@ def _fact(label: str, found: Change, what: str) -> Fact:
     return Fact(
         label,
         f"{number(found.before.mean)} → {number(found.after.mean)}",
-        f"{_signed(found.gain)}{sure}, {what}{found.over}",
+        f"{signed(found.gain)}{sure}, {what}{found.over}",
     )
 
 
@@ -257,13 +270,9 @@ def _seeds(shown: Sequence[Shown]) -> list[tuple[str, str]]:
             sum(_learned(_decides(one)[1]) == LEARNED for one in runs),
         )
         title = f"{name} learned in {learned} of {seeds_of(runs)}: validation reward {_gain(average.mean)} on average"
-        said.append((title, f"{name}: validation reward {_signed(average)} over {seeds_of(rounds)} (95 % interval)."))
+        said.append((title, f"{name}: validation reward {signed(average)} over {seeds_of(rounds)} (95 % interval)."))
     return said
 
 
 def _gain(value: float) -> str:
     return f"{'+' if value >= 0 else ''}{number(value)}"
-
-
-def _signed(found: Estimate) -> str:
-    return f"{'+' if found.mean >= 0 else ''}{with_interval(found)}"

@@ -7,12 +7,13 @@ over starved, as in the summary. The remainder is time without any record.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_async.commands.report.blocks import Axis, Block, Cell, Chart, Section, Series, Table, Text
+from omni_async.commands.report.blocks import Axis, Block, Cell, Chart, Details, Section, Series, Table, Text
 from omni_async.commands.report.lanes import lanes
 from omni_async.commands.report.shown import Shown, tabs
 from omni_async.records.write.timeline import WAITS
@@ -22,6 +23,8 @@ from omni_async.worker import Worker
 Times = NDArray[np.float64]  # (number, 2): starts and ends, sorted and disjoint
 STATES = ("busy", "backpressured", "starved", "nothing")
 _BINS = 160
+STAGES = {"rollout": "generation", "reward": "scoring", "trainer": "training"}
+_TURNS = 0.6  # largest busy share of a stage in a loop whose stages take turns
 _ORDER = ("rollout", "reader", "reward", "trainer", "publisher")
 
 
@@ -39,11 +42,14 @@ def _one(one: Shown) -> list[Block]:
         return [Text("This run has no timeline: neither trace.json nor spans.jsonl is there.", "nothing")]
     start, end = min(span.start for span in spans), max(span.end for span in spans)
     roles = shares(spans, start, end)
+    means = {role: dict(zip(STATES, bins.mean(axis=0), strict=True)) for role, bins in roles.items()}
     return [
-        Text(conclusion(roles)),
-        *(_areas(role, bins, end - start) for role, bins in roles.items()),
-        _totals(roles),
+        Text(slowest(means, one.run.setting("staleness.max_updates")).says),
         lanes(one.run, spans),
+        Details(
+            "Shares of the time, by role",
+            [*(_areas(role, bins, end - start) for role, bins in roles.items()), _totals(roles)],
+        ),
     ]
 
 
@@ -101,30 +107,52 @@ def _covered_until(times: Times, edges: Times) -> Times:
     return before[np.maximum(number - 1, 0)] + np.minimum(inside, longest)
 
 
-def conclusion(roles: dict[str, Times]) -> str:
-    """Return a sentence that names the bottleneck and a remedy."""
-    mean = {role: dict(zip(STATES, bins.mean(axis=0), strict=True)) for role, bins in roles.items()}
-    waits = {role: means["starved"] + means["backpressured"] for role, means in mean.items()}
-    trainer, rollout, reward = (mean.get(role, {}) for role in ("trainer", "rollout", "reward"))
+class Slowest(NamedTuple):
+    """The slowest stage, or `none`, and a sentence with its evidence and a remedy."""
+
+    stage: str
+    says: str
+
+
+def shares_from(busy: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return role -> state -> share of the time, of roles whose busy share alone is known.
+
+    The rest counts as waiting for groups in the trainer, and for room elsewhere."""
+    waits = {role: "starved" if role == "trainer" else "backpressured" for role in busy}
+    return {role: {"busy": share, waits[role]: 1 - share} for role, share in busy.items()}
+
+
+def slowest(shares_: Mapping[str, Mapping[str, float]], budget: Any) -> Slowest:
+    """Find the slowest stage.
+
+    Args:
+        shares_: role -> state -> share of its workers' time; a missing state is 0.
+        budget: `staleness.max_updates` of the run, as its configuration has it."""
+    trainer, rollout, reward = (shares_.get(role, {}) for role in ("trainer", "rollout", "reward"))
     if not trainer or not rollout:
-        return "The timeline has no trainer or no engines: nothing can be said about waits."
-    starved = f"The trainer waited for groups {trainer['starved']:.0%} of the time"
-    held = f"had no room for {rollout['backpressured']:.0%} of their time"
-    if max(waits.get("trainer", 0.0), waits.get("rollout", 0.0)) < 0.1:
-        return f"{starved}, and engines {held}: neither waited much, and no single part is the bottleneck."
-    if trainer["starved"] >= rollout["backpressured"]:
-        slow = "generation" if rollout["busy"] >= reward.get("busy", 0.0) else "scoring"
-        help_ = (
-            "more rollout.workers, a larger rollout.max_batch or fewer denoising steps"
-            if slow == "generation"
-            else "more reward.workers, a larger reward.batch or a cheaper scorer"
-        )
-        return f"{starved}: {slow} is the slowest part. What helps: {help_}."
-    if reward.get("busy", 0.0) > trainer["busy"]:
-        return f"Engines {held}, and scoring is the slowest part. What helps: more reward.workers."
-    return (
+        return Slowest("unknown", "The timeline has no trainer or no engines: nothing can be said about waits.")
+    busy = {STAGES[role]: shares_[role].get("busy", 0.0) for role in STAGES if role in shares_}
+    if budget == 0 and max(busy.values()) < _TURNS:
+        each = ", ".join(f"{stage} is busy {share:.0%} of the time" for stage, share in busy.items())
+        return Slowest("none", f"The stages take turns: {each}. What helps: staleness.max_updates above 0.")
+    starves, held_back = trainer.get("starved", 0.0), rollout.get("backpressured", 0.0)
+    starved = f"The trainer waited for groups {starves:.0%} of the time"
+    held = f"had no room for {held_back:.0%} of their time"
+    waits = (states.get("starved", 0.0) + states.get("backpressured", 0.0) for states in (trainer, rollout))
+    if max(waits) < 0.1:
+        return Slowest("none", f"{starved}, and engines {held}: neither waited much.")
+    if starves >= held_back:
+        if busy["generation"] >= busy.get("scoring", 0.0):
+            more = "more rollout.workers, a larger rollout.max_batch or fewer denoising steps"
+            return Slowest("generation", f"{starved}: generation is the slowest part. What helps: {more}.")
+        more = "more reward.workers, a larger reward.batch or a cheaper scorer"
+        return Slowest("scoring", f"{starved}: scoring is the slowest part. What helps: {more}.")
+    if reward.get("busy", 0.0) > busy["training"]:
+        return Slowest("scoring", f"Engines {held}, and scoring is the slowest part. What helps: more reward.workers.")
+    return Slowest(
+        "training",
         f"Engines {held}, because training is the slowest part and the staleness budget is used up. What helps:"
-        " more trainer.workers or a larger trainer.micro_batch_size."
+        " more trainer.workers or a larger trainer.micro_batch_size.",
     )
 
 

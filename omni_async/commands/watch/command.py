@@ -13,8 +13,9 @@ from omni_async.config import ConfigError
 from omni_async.config.reading import real_path
 
 _WATCH = """\
-Show a run's page live in a browser: how far it is, its buffers and workers, the newest samples, what every worker
-does, a group's way from prompt to update, alerts, and all of the report. It also shows a run that is over or died:
+Show a run's page live in a browser: its progress, its bottleneck and its reward curve first, then the newest samples,
+buffers, accelerators and workers, alerts, what every worker does and prints, a group's way from prompt to update, and
+all of the report. It also shows a run that is over or died:
 
   omni-async watch
   omni-async watch runs/quickstart-20260101-120000 --port 8710

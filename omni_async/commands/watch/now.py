@@ -1,6 +1,7 @@
-"""Describes the current state of a run as a section of the page: progress, buffers, alerts, workers, newest samples.
+"""Describes the current state of a run as a section of the page.
 
-Pure functions of the run's answer and its folder's content.
+The first screen has the progress, the bottleneck, problems, the reward curve and the newest samples; other alerts,
+buffers, accelerators, buttons and workers follow. Pure functions of the run's answer and its folder's content.
 """
 
 from __future__ import annotations
@@ -12,16 +13,22 @@ from datetime import datetime
 from typing import Annotated, Any, TypedDict
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from omni_async.commands.report.alerts import alert_blocks
+from omni_async.commands.report.blocks import Axis, Chart, Series, series, thinned
+from omni_async.commands.report.setup import bottleneck
+from omni_async.commands.report.shown import axes
+from omni_async.commands.report.waiting import STAGES, shares_from
 from omni_async.commands.watch.actions import Action
+from omni_async.commands.watch.report_sections import LIVE_CHARTS
 from omni_async.config.role_table import scalable_roles
 from omni_async.config.section import size_text
 from omni_async.records.read.alerts import Alert
-from omni_async.records.read.follow import Follower
+from omni_async.records.read.follow import EVENTS, Follower
 from omni_async.records.read.record import RunStatus
-from omni_async.records.write.console import duration
+from omni_async.records.write.console import duration, groups_left_out
 from omni_async.types import MOST, Count, Text, Time, Value
 from omni_async.worker import BUILT_IN_ROLES, Worker
 
@@ -41,6 +48,19 @@ class _Progress(TypedDict, total=False):
     told: _Told | None
 
 
+class _Measured(TypedDict):
+    name: Text
+    memory_bytes: Count
+    total_bytes: Count
+    utilisation: Value | None
+
+
+class _Device(TypedDict):
+    number: Count
+    workers: Annotated[list[Text], Meta(max_length=20_000)]
+    device: _Measured
+
+
 class _Answer(TypedDict, total=False):
     """The parts of a run's answer that the page shows."""
 
@@ -50,6 +70,9 @@ class _Answer(TypedDict, total=False):
     engines: Annotated[dict[Text, _Held], Meta(max_length=20_000)]
     buffers: Annotated[dict[Text, dict[Text, Count | None]], Meta(max_length=100)]
     conservation: Annotated[dict[Text, Count], Meta(max_length=100)]
+    reasons: Annotated[dict[Text, Count], Meta(max_length=100)]
+    drop_reasons: Annotated[dict[Text, Count], Meta(max_length=100)]
+    devices: Annotated[list[_Device], Meta(max_length=10_000)]
 
 
 def require_answer(answer: Mapping[str, Any]) -> None:
@@ -58,7 +81,9 @@ def require_answer(answer: Mapping[str, Any]) -> None:
 
 
 _GROUPS = ("admitted", "trained", "rejected", "dropped", "live")
+_RECENT = 5  # updates that name the bottleneck
 _SHOWN_PARTS = 200
+_SHOWN_WORKERS = 4  # of an accelerator
 _NEWEST_GRIDS = 2
 
 
@@ -79,32 +104,49 @@ def now_section(
         alerts: the current alerts.
         actions: recent actions from the page.
         doing: the run's current activity for a button's request."""
+    problems, others = ([one for one in alerts if (one.level == "problem") is first] for first in (True, False))
     blocks = [
-        _facts(follower, status, answer),
-        *msgspec.to_builtins(alert_blocks(alerts)),
-        *([_buttons(answer, doing)] if status == "running" else []),
-        *_buffers(answer),
+        _facts(follower, answer),
+        *msgspec.to_builtins(alert_blocks(problems)),
+        *_curve(follower),
         *_pictures(follower),
+        *_buffers(answer),
+        *_devices(answer),
+        *([_buttons(answer, doing)] if status == "running" else []),
+        *msgspec.to_builtins(alert_blocks(others)),
+        *_left_out(follower, answer),
         *_parts(answer),
         *_done(actions),
     ]
-    lead = "Refreshed while you look." if status == "running" else "The run is over."
-    return {"id": "now", "title": "Now", "lead": lead, "blocks": blocks, "tabs": []}
+    return {"id": "now", "title": "Now", "lead": _lead(status, answer), "blocks": blocks, "tabs": []}
+
+
+def _lead(status: RunStatus, answer: Mapping[str, Any] | None) -> str:
+    """Return what the run does, or the last message of a role."""
+    if status != "running":
+        return "The run is over."
+    told = ((answer or {}).get("progress") or {}).get("told")
+    return (answer or {}).get("doing") or (f"Last message: {told['text']}" if told else "Refreshed while you look.")
 
 
 def _fact(label: str, value: str, detail: str = "") -> dict[str, str]:
     return {"label": label, "value": value, "detail": detail}
 
 
-def _facts(follower: Follower, status: RunStatus, answer: Mapping[str, Any] | None) -> Block:
+def _facts(follower: Follower, answer: Mapping[str, Any] | None) -> Block:
     progress: Mapping[str, Any] = (answer or {}).get("progress") or {}
     last = follower.updates.line(-1) if len(follower.updates) else {}
     update = progress.get("update", int(last.get("update", 0)))
     of = f" of {progress['updates']}" if "updates" in progress else ""
-    items = [_fact("Status", status, (answer or {}).get("doing") or _told(progress))]
     left = progress.get("eta_s")
     detail = f"about {duration(left)} left" if left is not None and math.isfinite(left) else _when(last)
-    items.append(_fact("Update", f"{update}{of}", detail))
+    items = [_fact("Update", f"{update}{of}", detail)]
+    shares = _shares(follower)
+    staleness = follower.config.get("staleness")
+    if {"rollout", "trainer"} <= shares.keys():
+        budget = staleness.get("max_updates") if isinstance(staleness, dict) else None
+        found = bottleneck(shares, budget)
+        items.append(_fact("Bottleneck", found.value, found.detail))
     reward = progress.get("reward", last.get("reward") if "accuracy" not in last else None)
     if reward is not None:
         items.append(
@@ -115,7 +157,7 @@ def _facts(follower: Follower, status: RunStatus, answer: Mapping[str, Any] | No
             _fact(
                 "Images/s",
                 f"{rate:.3g}",
-                f"{last.get('images', 0):,.0f} {'so far' if status == 'running' else 'in all'}",
+                f"{last.get('images', 0):,.0f} up to the last update",
             )
         )
     if (age := last.get("staleness/mean")) is not None:
@@ -124,23 +166,77 @@ def _facts(follower: Follower, status: RunStatus, answer: Mapping[str, Any] | No
         if reserve or starved:
             detail += f"; reserve {reserve:.3g} s, the trainer waited {starved:.3g} s"
         items.append(_fact("Staleness", f"{age:.2g}", detail))
-    groups = (answer or {}).get("conservation") or _counted(follower, last)
-    if groups:
+    groups, _, _ = _endings(follower, answer)
+    if groups.get("admitted"):
         counted = ", ".join(f"{groups[name]} {name}" for name in _GROUPS[1:] if name in groups)
-        items.append(_fact("Groups", f"{groups.get('admitted', 0):,}", counted))
-    return {"kind": "facts", "items": items}
+        items.append(_fact("Groups", f"{groups['admitted']:,}", counted))
+    return {"kind": "facts", "items": items, "compact": True}
 
 
-def _counted(follower: Follower, last: Mapping[str, float]) -> dict[str, int]:
-    """Return the groups by ending: of the whole run if it is over, otherwise as of its last update."""
+def _shares(follower: Follower) -> Mapping[str, Mapping[str, float]]:
+    """Return role -> state -> share of the time, of the whole run if it is over, otherwise of its newest updates."""
     if follower.summary is not None:
-        return {name: getattr(follower.summary.counters, name) for name in _GROUPS}
-    return {name: int(last[f"conservation/{name}"]) for name in _GROUPS if f"conservation/{name}" in last}
+        return {role: states for role, states in follower.summary.busy.items() if "busy" in states}
+    columns = ((role, follower.updates.column(f"busy/{role}", _RECENT)) for role in STAGES)
+    found = ((role, column[np.isfinite(column)]) for role, column in columns)
+    return shares_from({role: float(np.median(column)) for role, column in found if len(column)})
 
 
-def _told(progress: Mapping[str, Any]) -> str:
-    told = progress.get("told")
-    return "" if not told else f"last message: {told['text']}"
+_Counts = Mapping[str, int]
+
+
+def _endings(follower: Follower, answer: Mapping[str, Any] | None) -> tuple[_Counts, _Counts, _Counts | None]:
+    """Return the groups by ending, then the reasons of rejected, and of dropped groups.
+
+    They are the running job's, the summary's, or the ledger's."""
+    if answer and "conservation" in answer:
+        return answer["conservation"], answer.get("reasons", {}), answer.get("drop_reasons", {})
+    if (summary := follower.summary) is not None:
+        return msgspec.to_builtins(summary.counters), summary.reject_reasons, summary.drop_reasons
+    ended = follower.ended
+    counts = {"admitted": len(ended), **{event: ended.events[event] for event in EVENTS}}
+    return counts, ended.why("rejected"), ended.why("dropped")
+
+
+def _left_out(follower: Follower, answer: Mapping[str, Any] | None) -> list[Block]:
+    """Return a sentence per ending on the groups that were not trained, with their reasons."""
+    counts, rejected, dropped = _endings(follower, answer)
+    if not {*EVENTS, "admitted"} <= counts.keys():
+        return []
+    lines = groups_left_out(counts, rejected, dropped)
+    return [{"kind": "text", "text": f"{line}.", "tone": "plain"} for line in lines]
+
+
+_MOST_POINTS = 400  # of the curve, which is sent again whenever it changes
+
+
+def _curve(follower: Follower) -> list[Block]:
+    """Return the chart of the training reward (of preferences: the accuracy) and of the validation reward."""
+    updates = follower.updates
+    reward, accuracy = LIVE_CHARTS
+    key, what = (accuracy, "preference accuracy") if accuracy in updates else (reward, "training reward")
+    versions, minutes = updates.column("update"), np.nan_to_num(updates.column("wall_s")) / 60
+    rounds = sorted((one for one in follower.rounds if one.reward is not None), key=lambda one: one.version)
+    at = [float(minutes[i - 1]) if (i := np.searchsorted(versions, one.version, "right")) else 0.0 for one in rounds]
+    curves = [
+        _thin(series(what, _places(versions.tolist(), minutes.tolist()), updates.column(key).tolist())),
+        _thin(series("validation reward", _places([one.version for one in rounds], at), [o.reward for o in rounds], 1)),
+    ]
+    drawn = [one for one in curves if any(value is not None for value in one.y)]
+    if not drawn:
+        return []
+    hint = "Training prompts differ from update to update; validation prompts do not."
+    return [msgspec.to_builtins(Chart(key, "Reward" if key == reward else "Learning", hint, axes(), Axis(""), drawn))]
+
+
+def _places(versions: Sequence[float], minutes: Sequence[float]) -> dict[str, list[float]]:
+    return {"update": [float(one) for one in versions], "minutes": [round(one, 4) for one in minutes]}
+
+
+def _thin(one: Series) -> Series:
+    kept = thinned(one.y, _MOST_POINTS)
+    x = {axis: [places[i] for i in kept] for axis, places in one.x.items()}
+    return msgspec.structs.replace(one, x=x, y=[one.y[i] for i in kept])
 
 
 def _when(last: Mapping[str, float]) -> str:
@@ -170,6 +266,22 @@ def _buffers(answer: Mapping[str, Any] | None) -> list[Block]:
         items.append({"label": name, "taken": taken, "of": capacity, "text": f"{shown(taken)} {of}{ready}"})
     hint = "Places taken; a full buffer makes the role before it wait."
     return [{"kind": "meters", "id": "buffers-now", "title": "Buffers", "hint": hint, "items": items}] if items else []
+
+
+def _devices(answer: Mapping[str, Any] | None) -> list[Block]:
+    items = []
+    for one in (answer or {}).get("devices") or ():
+        device = one["device"]
+        used, total, busy = device["memory_bytes"], device["total_bytes"], device["utilisation"]
+        share = "" if busy is None else f", busy {busy:.0%}"
+        label = f"{one['number']}: {', '.join(one['workers'][:_SHOWN_WORKERS])}"
+        items.append(
+            {"label": label, "taken": used, "of": total, "text": f"{size_text(used)} of {size_text(total)}{share}"}
+        )
+    names = ", ".join(dict.fromkeys(one["device"]["name"] for one in (answer or {}).get("devices") or ()))
+    hint = f"{names}. Memory in use by all processes; busy over the last 30 seconds."
+    title = "Accelerators"
+    return [{"kind": "meters", "id": "devices-now", "title": title, "hint": hint, "items": items}] if items else []
 
 
 def _pictures(follower: Follower) -> list[Block]:

@@ -1,4 +1,4 @@
-"""Makes the report's sections of a run for its live page, which shows spans and samples in its own way.
+"""Makes the report's sections of a run for its live page, without the parts that its section `now` shows.
 
 The section that needs all spans takes far longer than the others, so it is made less often. The predicted gains are
 simulated once for a profile, which takes seconds; the other sections do not wait for them.
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from omni_async.commands.report.blocks import Lanes, Section, Tab, Text
+from omni_async.commands.report.blocks import Chart, Lanes, Section, Tab, Text
 from omni_async.commands.report.data import SECTIONS, is_last
 from omni_async.commands.report.file import as_json
 from omni_async.commands.report.pictures import samples
@@ -25,11 +25,12 @@ from omni_async.records.write.rundir import RunDirectory
 # The ratio of a pause to the processor time of the work before it.
 FRUGAL = 300.0
 _OF_SPANS, _SIMULATED = "waiting", "what-it-buys"
+LIVE_CHARTS = ("reward", "accuracy")  # ids of charts that are up to date in `now`
 # Reading more spans than this as a whole would take gigabytes; the lanes show them in windows.
 _MOST_SPAN_BYTES = 20_000_000
 
 
-_SIMULATING = Section(_SIMULATED, TITLE, blocks=[Text("It is being simulated.", "nothing")])
+_SIMULATING = Section(_SIMULATED, TITLE, blocks=[Text("It is being simulated.", "nothing")], folded=True)
 
 
 class Made(NamedTuple):
@@ -61,7 +62,7 @@ class Sections:
         began = time.thread_time()
         sections = _sections()
         made = {name: apart[name] if name in apart else sections[name](shown) for name in sorted(sections, key=is_last)}
-        content = as_json([_without_lanes(one) for name in sections if (one := made[name]) is not None])
+        content = as_json([_without_live_parts(one) for name in sections if (one := made[name]) is not None])
         return Made(content, took + time.thread_time() - began, is_whole)
 
     def _of_spans(self, shown: Sequence[Shown], folder: RunDirectory) -> Section | None:
@@ -76,7 +77,8 @@ class Sections:
 
 
 def _sections() -> dict[str, Callable[[Sequence[Shown]], Section]]:
-    return {**SECTIONS, "samples": lambda shown: samples(shown, _address)}
+    kept = {name: make for name, make in SECTIONS.items() if name != "alerts"}
+    return {**kept, "samples": lambda shown: samples(shown, _address)}
 
 
 def _address(run: Run) -> Callable[[Path], str]:
@@ -88,8 +90,11 @@ def _has_few_spans(folder: RunDirectory) -> bool:
     return max(sizes, default=0) <= _MOST_SPAN_BYTES
 
 
-def _without_lanes(section: Section) -> Section:
+def _without_live_parts(section: Section) -> Section:
     def kept(tab: Tab) -> Tab:
         return msgspec.structs.replace(tab, blocks=[block for block in tab.blocks if not isinstance(block, Lanes)])
 
-    return msgspec.structs.replace(section, tabs=[kept(tab) for tab in section.tabs])
+    blocks = [block for block in section.blocks if not (isinstance(block, Chart) and block.id in LIVE_CHARTS)]
+    if section.blocks and not blocks:
+        blocks = [Text("There is no validation round yet.", "nothing")]
+    return msgspec.structs.replace(section, blocks=blocks, tabs=[kept(tab) for tab in section.tabs])

@@ -22,7 +22,7 @@ from omni_async.config.reading import open_file
 from omni_async.control.rounds import Round
 from omni_async.records.read.columns import Columns
 from omni_async.records.read.line_files import Block, GrowingFile
-from omni_async.records.read.record import is_there, names_in, reason_of
+from omni_async.records.read.record import is_there, names_in, reason_of, run_config
 from omni_async.records.read.rounds import is_round, read_round
 from omni_async.records.read.rows import Records, Rows
 from omni_async.records.read.spans import Placed, SpanLine, SpanStore, Where
@@ -75,7 +75,7 @@ class Ended:
         self._reason_of: dict[str, int] = {}
         self.reasons: list[str] = []
         self.events: Counter[str] = Counter()
-        self.why: Counter[str] = Counter()
+        self._why: dict[str, Counter[int]] = {event: Counter() for event in EVENTS}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -86,7 +86,7 @@ class Ended:
         for one, offset, size in entries:
             reason = _NONE if one.reason is None else self._reason(one.reason)
             if reason != _NONE:
-                self.why[self.reasons[reason]] += 1
+                self._why[one.event][reason] += 1
             self.events[one.event] += 1
             reward = np.nan if one.reward is None else one.reward
             trained = _NONE if one.trained_version is None else one.trained_version
@@ -106,6 +106,10 @@ class Ended:
             self._reason_of[text] = len(self.reasons)
             self.reasons.append(text)
         return self._reason_of[text]
+
+    def why(self, event: str) -> dict[str, int]:
+        """Return the reasons of the groups with this ending -> their number."""
+        return {self.reasons[reason]: number for reason, number in self._why[event].items()}
 
     def all(self) -> Records:
         """Return a copy of the rows, in the order of the ledger."""
@@ -143,10 +147,12 @@ class Ended:
 class Follower:
     """The content of a run folder, as of the last `poll`.
 
-    `updates` and `rounds`: the content of the two kinds of metrics lines. `changes` counts changes of any content."""
+    `config`: config.yaml as plain data. `updates`, `rounds`: the content of the two kinds of metrics lines. `changes`
+    counts changes of any content."""
 
     def __init__(self, folder: Path) -> None:
         self.run = RunDirectory(folder)
+        self.config: dict[str, Any] = {}
         self.updates = Columns()
         self.rounds: list[Round] = []
         self._of_rounds = 0
@@ -297,6 +303,9 @@ class Follower:
     # ---- small files ------------------------------------------------------------------------------------------------
 
     def _small_files(self) -> None:
+        if self._has_changed(self.run.config_yaml):
+            self.left_out.pop(self.run.config_yaml.name, None)
+            self.config = run_config(self.run, self.left_out)
         if self._has_changed(self.run.faults):
             self.faults = self._records(self.run.faults, Fault)
         if self._has_changed(self.run.attempts):

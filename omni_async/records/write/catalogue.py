@@ -369,6 +369,19 @@ _THROUGHPUT = (
         "fraction",
         "up",
     ),
+    Metric(
+        "device/<n>/memory_bytes",
+        Group.THROUGHPUT,
+        "memory of the run's accelerator n that all processes use, as last sampled; absent without accelerators",
+        "bytes",
+    ),
+    Metric(
+        "device/<n>/utilisation",
+        Group.THROUGHPUT,
+        "busy share of the last 30 seconds of accelerator n, as its driver reports it",
+        "fraction",
+        "up",
+    ),
 )
 _WAITING = (
     Metric(

@@ -20,7 +20,7 @@ class UpdateView(TypedDict, total=False):
     """The displayed numbers of one update; unknown numbers are left out.
 
     `staleness` is a mean, `staleness_counts` maps staleness -> groups, `buffers` name -> (held, capacity), `busy` role
-    -> fraction, `extra` further numbers by name."""
+    -> fraction, `extra` further numbers by name, `left_out` "rejected" or "dropped" -> how many groups and why."""
 
     update: int
     reward: float
@@ -30,6 +30,7 @@ class UpdateView(TypedDict, total=False):
     buffers: dict[str, tuple[int, int]]
     busy: dict[str, float]
     extra: dict[str, float]
+    left_out: dict[str, str]
 
 
 class Console(Protocol):
@@ -54,18 +55,21 @@ class Console(Protocol):
 class LineConsole:
     """Lines for pipes and log files: `update 12/120 reward 0.431 staleness 1.2 images/s 21.3 validation reward 0.520`.
 
+    The line also counts groups that were not trained, with the reasons, if the counts have changed since the last line.
     When the reader closes the pipe (`| head`), output stops; the run continues."""
 
     def __init__(self, stream: TextIO, total_updates: int) -> None:
         self._stream = stream
         self._total = total_updates
         self._validation = ""
+        self._left_out: dict[str, str] = {}
         self._closed = False
 
     def phase(self, text: str) -> None:
         self._line(text)
 
     def update(self, view: UpdateView) -> None:
+        before, self._left_out = self._left_out, view.get("left_out", {})
         shown = {
             "reward": f"{view['reward']:.3f}" if "reward" in view else None,
             **{name: f"{value:.4g}" for name, value in view.get("extra", {}).items()},
@@ -73,6 +77,7 @@ class LineConsole:
             "busy": " ".join(f"{role} {fraction:.0%}" for role, fraction in view.get("busy", {}).items()),
             "images/s": f"{view['images_per_s']:.1f}" if "images_per_s" in view else None,
             "validation reward": self._validation,
+            **{ending: text for ending, text in self._left_out.items() if before.get(ending) != text},
         }
         words = (f"{name} {text}" for name, text in shown.items() if text)
         self._line(" ".join([f"update {view.get('update', '?')}/{self._total}", *words]))
@@ -161,6 +166,18 @@ def _as_recorded(first: ValidationPoint, last: ValidationPoint) -> dict[str, tup
         name: (value, other)
         for name, value in before.items()
         if value is not None and (other := after.get(name)) is not None
+    }
+
+
+def counts_left_out(
+    counts: Mapping[str, int], rejected: Mapping[str, int], dropped: Mapping[str, int]
+) -> dict[str, str]:
+    """Format `{"dropped": "2: generation failed: ..."}`, without endings that no group has. Takes short reasons."""
+    why = {"rejected": rejected, "dropped": dropped}
+    return {
+        event: f"{counts[event]}" + (f": {listed(reasons)}" if reasons else "")
+        for event, reasons in why.items()
+        if counts[event]
     }
 
 

@@ -106,6 +106,7 @@ class LiveConsole:
         rows += [(name, _bar(held, capacity, f"{held}/{capacity}")) for name, (held, capacity) in buffers.items()]
         rows += [(f"{role} busy", _bar(fraction, 1.0, f"{fraction:.0%}")) for role, fraction in busy.items()]
         rows += [(name, Text(f"{value:.4g}")) for name, value in view.get("extra", {}).items()]
+        rows += [(ending, Text(one_line(text))) for ending, text in view.get("left_out", {}).items()]
         return rows
 
 

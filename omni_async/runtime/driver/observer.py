@@ -28,7 +28,8 @@ from omni_async.control.events import RunEvent
 from omni_async.control.rounds import NotComparable, Round, compare, first_and_last
 from omni_async.records.read.rounds import line_of
 from omni_async.records.write.attempts import Fault
-from omni_async.records.write.console import Console, UpdateView
+from omni_async.records.write.console import Console, UpdateView, counts_left_out
+from omni_async.records.write.devices import Device, RunDevices, UsedDevice, device_metrics
 from omni_async.records.write.rundir import RunDirectory, SpanLog, append_jsonl
 from omni_async.records.write.sinks.feed import Sinks
 from omni_async.records.write.stages import StageSeconds
@@ -91,6 +92,8 @@ class Observer:
         self.on_lost: Callable[[str, str], None] = lambda name, reason: None
         self.on_closing: Callable[[], None] = lambda: None
         self.on_line: Callable[[dict[str, Any]], None] = lambda line: None
+        self.sampled: Callable[[], list[tuple[str, str, list[Device]]]] = list
+        self._devices = RunDevices()
         self._go_on_from(start)
 
     def recall(self, start: ControlState) -> None:
@@ -116,7 +119,8 @@ class Observer:
         events = {"trained": 0, "rejected": 0, "dropped": 0, **ledger.events}
         # Reported by the summary if the coordinator is lost before its last event.
         conservation = {**events, "admitted": ledger.lines, "live": 0}
-        self._last: dict[str, Any] = {"conservation": conservation, "images": start.images}
+        why = {"reasons": ledger.reasons, "drop_reasons": ledger.drop_reasons}
+        self._last: dict[str, Any] = {"conservation": conservation, "images": start.images, **why}
         self._rewards = [math.nan if reward is None else reward for reward in start.rewards]  # null: not finite
         self._rounds = [*start.rounds]
         updates = range(start.version - len(start.rewards) + 1, start.version + 1)
@@ -247,6 +251,7 @@ class Observer:
             **{f"busy/{role}": shares["busy"] for role, shares in busy.items()},
             **{f"buffers/{name}": held["reserved"] for name, held in buffers.items() if "reserved" in held},
             "buffers/bytes_held/max": buffers["bytes"]["most"],
+            **device_metrics(self.devices()),
         }
         more = {name: data[name] for name in ("finished", "conservation")}
         self._record(version, {**numbers, **more})
@@ -267,7 +272,7 @@ class Observer:
 
     def _counted(self, data: dict[str, Any]) -> None:
         self.made += 1
-        self._last = {"conservation": data["conservation"], "images": data["images"]}
+        self._last = {name: data[name] for name in ("conservation", "images", "reasons", "drop_reasons")}
         self._rewards.append(data["reward"])
         self._staleness.update(data["staleness"])
         self.version = data["version"]
@@ -289,8 +294,13 @@ class Observer:
                 "buffers": {"slots": (slots["live"] + slots["awaiting_publication"], slots["capacity"]), **held},
                 "busy": {role: busy[role]["busy"] for role in self._roles if role in busy},
                 "extra": {name: data["metrics"][name] for name in _SHOWN if name in data["metrics"]},
+                "left_out": counts_left_out(data["conservation"], data["reasons"], data["drop_reasons"]),
             }
         )
+
+    def devices(self) -> list[UsedDevice]:
+        """Return the accelerators of the run, as last read; empty if it uses none."""
+        return self._devices.of(self.sampled())
 
     def progress(self) -> dict[str, Any]:
         """Return the progress of the run, for `omni-async status`.

@@ -17,6 +17,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from omni_async.aio.clock import Clock
 from omni_async.aio.supervisor import Supervisor, TaskFailed
 from omni_async.aio.waiting import first_of
@@ -76,7 +78,7 @@ class Session:
         self._table = roles_of(config)
         self._keeper = Keeper(cluster, self._roles, restarts, clock, observer.tell, observer.fault, self._table)
         self._callbacks = Callbacks(callbacks)
-        observer.on_line = self._callbacks.put
+        observer.on_line, observer.sampled = self._callbacks.put, cluster.sampled
         observer.on_lost, observer.on_closing = self._keeper.give_up, self._keeper.stop_replacing
 
     async def run(self, interrupted: asyncio.Event) -> Ending:
@@ -168,6 +170,7 @@ class Session:
             "progress": self._observer.progress(),
             "parts": self._cluster.parts(),
             "faults": len(self._observer.faults),
+            "devices": msgspec.to_builtins(self._observer.devices()),
             **await self._cluster.coordinator.statistics(),
         }
 

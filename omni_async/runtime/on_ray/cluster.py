@@ -29,6 +29,7 @@ from omni_async.config import ConfigError
 from omni_async.config.ray_cluster import cluster_address
 from omni_async.config.role_table import RoleSpec
 from omni_async.plugins.entry_points import load_named
+from omni_async.records.write.devices import Device
 from omni_async.records.write.logs import capture_output, log_path
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.roles.builders import WorkerContext
@@ -63,6 +64,7 @@ class RayCluster(Cluster):
         self.store: ObjectStore = _DriverStore()
         self._handles: dict[str, Any] = {}
         self._where: dict[str, Whereabouts] = {}
+        self._devices: dict[str, list[Device]] = {}
         self._group: PlacementGroup | None = None
         self._placements: PlacementPlan = plan_placements(inputs.config)
         self._kind = KINDS[0]
@@ -209,7 +211,7 @@ class RayCluster(Cluster):
         deadline = self._config.run.health_timeout_s
         try:
             async with asyncio.timeout(deadline):
-                await self._handles[name].ping.remote()
+                self._devices[name] = await self._handles[name].ping.remote()
         except TimeoutError:
             raise PeerLost(f"{name} has not answered for {deadline:g} s") from None
         except (ray.exceptions.RayError, KeyError):
@@ -229,6 +231,10 @@ class RayCluster(Cluster):
     def parts(self) -> dict[str, dict[str, Any]]:
         where = ((name, self._where[name]) for name in self._actors if name in self._where)
         return {name: {"pid": one.pid, "node": one.node} for name, one in where}
+
+    def sampled(self) -> list[tuple[str, str, list[Device]]]:
+        where = self._where
+        return [(name, where[name].node, found) for name, found in self._devices.items() if found and name in where]
 
     # ---- workers that join and leave ---------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from omni_async.accelerator import showing
+from omni_async.records.write.devices import Device, DeviceSampler
 from omni_async.runtime.cluster import PeerLost, StartError
 
 
@@ -37,7 +37,11 @@ class Shell:
     def __init__(self, build: Callable[[], Any]) -> None:
         # Ray hides no accelerators from an actor without any, and hides none at all if the cluster's owner set
         # RAY_EXPERIMENTAL_NOSET_*. Nothing has used a device yet.
-        os.environ.update(showing(ray.get_runtime_context().get_accelerator_ids()))
+        given = ray.get_runtime_context().get_accelerator_ids()
+        os.environ.update(showing(given))
+        self._devices = DeviceSampler()
+        if any(given.values()):
+            self._devices.start()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="role", daemon=True).start()
         self._role = asyncio.run_coroutine_threadsafe(self._make(build), self._loop).result()
@@ -61,11 +65,10 @@ class Shell:
         return Whereabouts(os.getpid(), psutil.Process().create_time(), ray.get_runtime_context().get_node_id())
 
     @ray.method(concurrency_group="control")
-    async def ping(self) -> float:
-        """Return the seconds that the role's loop took to answer."""
-        asked = time.monotonic()
+    async def ping(self) -> list[Device]:
+        """Return the accelerators that this process sees, as last read, once the role's loop has answered."""
         await self._on_loop(asyncio.sleep(0))
-        return time.monotonic() - asked
+        return self._devices.devices
 
 
 def actor_class() -> Any:

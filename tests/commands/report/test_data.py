@@ -5,63 +5,18 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from omni_async.commands.report.blocks import MOST_POINTS, thinned
-from omni_async.commands.report.data import SECTIONS, page_of
+from omni_async.commands.report.data import SECTIONS
 from omni_async.commands.report.numbers import estimate, number, seconds
 from omni_async.commands.report.waiting import STATES, shares
 from omni_async.records.read.record import read_run
-from omni_async.records.write.rundir import RunDirectory, append_jsonl
+from omni_async.records.write.rundir import append_jsonl
 from omni_async.records.write.timeline import busy_fractions
-from omni_async.types import LedgerEntry, Span
-
-
-def page(*folders: Path, names: tuple[str, ...] = ()) -> dict[str, Any]:
-    return page_of([read_run(folder) for folder in folders], "now", names)
-
-
-def section(name: str, *folders: Path) -> dict[str, Any]:
-    (found,) = page(*folders, names=(name,))["sections"]
-    return found
-
-
-def block(found: dict[str, Any], id_: str) -> dict[str, Any]:
-    blocks = [*found["blocks"], *(each for tab in found["tabs"] for each in tab["blocks"])]
-    return next(each for each in blocks if each.get("id") == id_)
-
-
-def texts(found: dict[str, Any]) -> str:
-    blocks = [*found["blocks"], *(each for tab in found["tabs"] for each in tab["blocks"])]
-    return "\n".join([found["title"], *(each["text"] for each in blocks if each["kind"] == "text")])
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def entry(group: int, version: int, reward: float, staleness: int = 0) -> LedgerEntry:
-    return LedgerEntry("made", group, 0, "trained", None, 0, version, staleness, (0, 0), 1, reward)
-
-
-def written(
-    folder: Path, rewards: list[float], seed: int = 0, validation: dict[int, float] | None = None, **numbers: float
-) -> Path:
-    """Writes the folder of a killed run with these rewards of its updates, two groups each, and numbers of each."""
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(f"run: {{name: made, seed: {seed}}}\ntrainer: {{updates: 40}}\n")
-    run = RunDirectory(folder)
-    for version, reward in enumerate(rewards, start=1):
-        line = {"update": version, "reward": reward, "images": 8 * version, "wall_s": 60.0 * version, "finished": 1e9}
-        append_jsonl(run.metrics, line | numbers)
-        for half in (0, 1):
-            append_jsonl(run.ledger, entry(2 * version + half, version, reward + 0.01 * half, staleness=half))
-    for version, reward in (validation or {}).items():
-        append_jsonl(run.metrics, {"update": version, "validation/reward": reward})
-    return folder
-
+from omni_async.types import Span
+from tests.commands.report.report_world import block, facts, metrics, page, section, texts, written
 
 # ---- the numbers of a run --------------------------------------------------------------------------------------------
 
@@ -152,10 +107,9 @@ def test_validation_decides_where_the_spread_of_its_rounds_is_known(tmp_path):
     for version, reward in ((0, 0.25), (20, 0.75)):
         line = {"update": version, "validation/reward": reward, "samples": 36, "standard_error": 0.05}
         append_jsonl(folder / "metrics.jsonl", line)
-    found = section("verdict", folder)
-    assert found["title"] == "It learned: validation reward 0.250 → 0.750"
-    facts = next(each for each in found["tabs"] or [found] for each in found["blocks"] if each["kind"] == "facts")
-    assert facts["items"][0]["detail"].startswith("+0.50 ± 0.14 (95 % interval)")  # 1.96 * sqrt(2) * 0.05
+    assert section("verdict", folder)["title"] == "It learned: validation reward 0.250 → 0.750"
+    _, detail = facts(section("result", folder))["validation reward"]
+    assert detail.startswith("+0.50 ± 0.14 (95 % interval)")  # 1.96 * sqrt(2) * 0.05
 
 
 def test_the_verdict_names_the_reward_that_decides(tmp_path):
@@ -233,7 +187,8 @@ def test_lines_that_somebody_edited_cost_their_own_numbers_and_no_page(tmp_path,
     append_jsonl(folder / "attempts.jsonl", {"began": value, "status": value})
     made = page(folder)
     json.dumps(made, allow_nan=False)
-    (reward,) = block(made["sections"][1], "reward")["series"]
+    curves = next(one for one in made["sections"] if one["id"] == "curves")
+    (reward,) = block(curves, "reward")["series"]
     assert len(reward["y"]) >= 10 and reward["y"][-1] == 0.5
 
 

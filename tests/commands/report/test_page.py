@@ -53,6 +53,10 @@ def drawn(page: Page, chart: str) -> dict[str, list[list[float]]]:
     return {one["name"]: one["data"] for one in page.evaluate(_DRAWN, chart)}
 
 
+def open_all(page: Page) -> None:
+    page.get_by_role("button", name="Open all").click()
+
+
 def test_the_first_screen_is_the_verdict_and_charts_hold_the_recorded_numbers(
     report: str, painted: Path, open_page: OpenPage
 ):
@@ -62,6 +66,8 @@ def test_the_first_screen_is_the_verdict_and_charts_hold_the_recorded_numbers(
     lines = updates(painted)
     (reward,) = drawn(page, "chart-reward").values()
     assert reward == [[line["update"], line["reward"]] for line in lines]
+    page.locator("#throughput summary").first.click()
+    page.locator("#chart-metric-images_per_s canvas").wait_for()
     (speed,) = drawn(page, "chart-metric-images_per_s").values()
     assert speed == [[line["update"], line["images_per_s"]] for line in lines]
     page.locator("#tools label", has_text="time").click()
@@ -71,11 +77,13 @@ def test_the_first_screen_is_the_verdict_and_charts_hold_the_recorded_numbers(
 
 def test_every_chart_is_drawn_and_has_its_numbers_as_a_table(report: str, painted: Path, open_page: OpenPage):
     page = open_page(report)
+    open_all(page)
+    page.locator("#chart-metric-update_s canvas").wait_for()  # a browser says later that something was opened
     figures = page.locator("figure.chart").count()
     assert figures > 15 and page.locator("figure.chart canvas").count() == figures
     figure = page.locator("#chart-reward")
     figure.locator("summary").click()
-    figure.locator("tbody tr").first.wait_for()  # a browser says later that something was opened
+    figure.locator("tbody tr").first.wait_for()
     assert figure.locator("tbody tr").count() == len(updates(painted))
     assert figure.locator("tbody td").nth(0).inner_text() == "1"
 
@@ -127,6 +135,7 @@ def test_axe_has_nothing_to_object(
     address: str, scheme: str, request: pytest.FixtureRequest, report: str, comparison: str, open_page: OpenPage
 ):
     page = open_page(request.getfixturevalue(address), scheme=scheme)
+    open_all(page)
     page.locator("#chart-reward summary").click()
     page.locator("#chart-reward tbody tr").first.wait_for()
     assert not violations(page)
@@ -162,11 +171,14 @@ def test_a_page_is_used_with_the_keyboard_alone(comparison: str, painted: Path, 
             data.sections.find((one) => one.id === "curves").blocks.forEach((one) => (one.hint = "changed"));
             omniAsync.page.update(data); }"""
         )
+    page.locator("#staleness summary").first.press("Enter")
+    page.locator("#chart-staleness canvas").wait_for()
     run = page.locator("#staleness .choice input").first
     run.focus()
     before = page.locator("#staleness .text").inner_text(), drawn(page, "chart-staleness")
     page.keyboard.press("ArrowRight")
     assert (page.locator("#staleness .text").inner_text(), drawn(page, "chart-staleness")) != before
+    page.locator("#configuration summary").first.press("Enter")
     search = page.get_by_role("searchbox", name="Search the table")
     search.focus()
     page.keyboard.type("max_updates")
@@ -180,8 +192,8 @@ def test_an_update_keeps_what_the_reader_chose_and_changes_what_is_new(report: s
     slider.focus()
     page.keyboard.press("Home")
     page.locator("#chart-reward summary").click()
-    data = page_of([read_run(painted)], "later", ("curves", "samples"))
-    curve = data["sections"][0]["blocks"][1]["series"][0]
+    data = page_of([read_run(painted)], "later", ("samples", "curves"))
+    curve = data["sections"][1]["blocks"][1]["series"][0]
     curve["x"]["update"].append(13.0)
     curve["x"]["minutes"].append(9.0)
     curve["y"].append(0.75)
@@ -202,7 +214,8 @@ def test_what_a_run_says_is_text_and_never_markup(painted: Path, tmp_path: Path,
     data["title"] = data["runs"][0]["id"] = evil
     for section in data["sections"]:
         section["title"] = section["lead"] = evil
-    for strip in data["sections"][2]["tabs"][0]["blocks"][0]["strips"]:
+    samples = next(section for section in data["sections"] if section["id"] == "samples")
+    for strip in samples["tabs"][0]["blocks"][0]["strips"]:
         strip["prompt"] = evil
     (tmp_path / "page.html").write_text(one_file(data))
     page = open_page(f"file://{tmp_path / 'page.html'}")

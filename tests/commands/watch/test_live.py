@@ -22,7 +22,8 @@ from omni_async.commands.report.data import SECTIONS
 from omni_async.commands.report.shown import Shown
 from omni_async.commands.watch import live, report_sections
 from omni_async.commands.watch.command import newest
-from omni_async.commands.watch.now import require_answer
+from omni_async.commands.watch.now import now_section, require_answer
+from omni_async.records.read.follow import Follower
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import Counters, summarise, write_summary
 from omni_async.runtime.driver.control_socket import Request, Tell
@@ -76,15 +77,60 @@ async def test_a_run_that_goes_on_is_told_as_it_goes_and_one_that_died_too(tmp_p
             assert facts(first)["Update"] == "4 of 100"
             measured = await until(messages, lambda one: "Staleness" in facts(one))
             assert "2 at most, in the last update; reserve 0.5 s, the trainer waited 0 s" in str(now(measured))
-            meters = next(block for block in now(first)["blocks"] if block["kind"] == "meters")
+            meters, devices = (block for block in now(first)["blocks"] if block["kind"] == "meters")
             assert [(one["label"], one["taken"], one["of"]) for one in meters["items"]] == [
                 ("slots", 8, 12), ("trajectories", 60, 96), ("bytes", 2_000_000, None),
             ]  # fmt: skip
+            assert [one["text"] for one in devices["items"]] == ["41 GiB of 80 GiB, busy 97%"]
+            assert "NVIDIA H100" in devices["hint"] and devices["items"][0]["label"] == "0: rollout-0, trainer"
+            assert "2 of 40 groups were rejected: zero reward variance." in str(now(first))
             MadeRun(groups=110, first=40).write(tmp_path)
-            await until(messages, lambda one: "440" in str(now(one)))
+            await until(messages, lambda one: "440 up to the last update" in str(now(one)))
         async with news(page) as messages:
             died = await until(messages, lambda one: status(one) == "killed")
         assert facts(died)["Update"] == "11" and "checkpoint.resume=auto" in str(now(died))
+        assert "7 of 110 groups were rejected: zero reward variance." in str(now(died)), "of the ledger"
+
+
+async def test_the_reward_the_bottleneck_and_problems_come_first(tmp_path: Path) -> None:
+    async with watched(tmp_path) as page, RunningJob(tmp_path).answering(), news(page) as messages:
+        first = await until(messages, lambda one: "Bottleneck" in facts(one) and one["report"] > 0)
+        _, sections = await page.get("/api/report")
+    kinds = [block["kind"] for block in now(first)["blocks"]]
+    assert kinds[:2] == ["facts", "chart"] and kinds.index("meters") < kinds.index("actions") < kinds.index("table")
+    assert [*facts(first)] == ["Update", "Bottleneck", "Reward", "Images/s", "Staleness", "Groups"]
+    (chart,) = (block for block in now(first)["blocks"] if block["kind"] == "chart")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [one["name"] for one in chart["series"]] == ["training reward"]
+    assert chart["series"][0]["y"] == [line["reward"] for line in lines]
+    assert chart["series"][0]["x"]["minutes"] == [pytest.approx(line["wall_s"] / 60, abs=1e-3) for line in lines]
+    assert "reward" not in {block.get("id") for one in sections for block in one["blocks"]}
+
+
+@pytest.mark.parametrize(
+    ("busy", "budget", "stage"),
+    [
+        ({"rollout": 0.95, "reward": 0.4, "trainer": 0.6}, 2, "generation"),
+        ({"rollout": 0.6, "reward": 0.97, "trainer": 0.5}, 2, "scoring"),
+        ({"rollout": 0.5, "reward": 0.2, "trainer": 0.98}, 2, "training"),
+        ({"rollout": 0.5, "reward": 0.1, "trainer": 0.4}, 0, "none"),
+    ],
+)
+def test_the_bottleneck_is_the_stage_that_the_newest_updates_waited_for(
+    tmp_path: Path, busy: dict[str, float], budget: int, stage: str
+) -> None:
+    made = MadeRun(groups=60)
+    made.write(tmp_path)
+    run = RunDirectory(tmp_path)
+    run.config_yaml.write_text(f"run: {{name: made}}\nstaleness: {{max_updates: {budget}}}\n")
+    for update in range(7, 13):
+        numbers = {f"busy/{role}": share for role, share in busy.items()}
+        run.append_metrics(update, {**made.metrics(update), **numbers})
+    follower = Follower(tmp_path)
+    assert [*follower.poll()]
+    section = now_section(follower, "running", None, [], [], None)
+    (found,) = (one for one in section["blocks"][0]["items"] if one["label"] == "Bottleneck")
+    assert found["value"] == stage and f"generation {busy['rollout']:.0%}" in found["detail"]
 
 
 async def test_a_run_that_is_over_has_the_groups_of_its_summary(tmp_path: Path) -> None:
@@ -143,7 +189,7 @@ async def test_the_sections_of_the_report_come_once_they_are_made(tmp_path: Path
             _, sections = await page.get("/api/report")
             await until(messages, lambda one: one["report"] > 0)
             assert "It is being simulated" not in str(await page.get("/api/report"))
-        assert {"verdict", "curves", "staleness", "alerts"} <= {one["id"] for one in sections}
+        assert {"verdict", "curves", "staleness"} <= {one["id"] for one in sections}
         assert "lanes" not in {block["kind"] for one in sections for tab in one["tabs"] for block in tab["blocks"]}
 
 

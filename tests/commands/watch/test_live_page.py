@@ -2,68 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from omni_async.commands.watch.serve import serving
-from tests.commands.watch.watch_world import TOKEN, RunningJob
+from tests.commands.watch.served import Served, loaded, serve
+from tests.commands.watch.watch_world import TOKEN
 from tests.support.browser import OpenPage, browser, open_page, played, violations, write_clips
 from tests.support.made_run import MadeRun
 from tests.support.patience import PATIENCE
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
 
 __all__ = ["browser", "open_page"]
 pytestmark = pytest.mark.slow
 
 
-@dataclass
-class Served:
-    """A live page that a thread serves, of a run that answers."""
-
-    folder: Path
-    job: RunningJob
-    address: str = ""
-    key: str = ""
-
-    @property
-    def link(self) -> str:
-        return f"{self.address}/#{self.key}"
-
-
-def serve(folder: Path, token: str | None) -> Iterator[Served]:
-    made = MadeRun(groups=200)
-    made.write(folder)
-    (folder / "config.yaml").write_text("run: {name: made}\n")
-    served = Served(folder, RunningJob(folder))
-    ready, loop, ended = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
-
-    async def main() -> None:
-        async with served.job.answering(), serving(folder, "127.0.0.1", 0, token) as (served.address, served.key):
-            ready.set()
-            await ended.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
-    thread.start()
-    assert ready.wait(PATIENCE)
-    yield served
-    loop.call_soon_threadsafe(ended.set)
-    thread.join()
-    loop.close()
-
-
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    yield from serve(tmp_path_factory.mktemp("runs") / "made-20260101-120000", None)
+    yield from serve(tmp_path_factory.mktemp("runs") / "made-20260101-120000")
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +32,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def playing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("runs") / "made-20260101-120000"
     write_clips(folder)
-    yield from serve(folder, None)
-
-
-def loaded(open_page: OpenPage, served: Served, width: int = 1280, scheme: str = "light", link: str = "") -> Page:
-    page = open_page(link or served.link, width=width, scheme=scheme, own=served.address)
-    page.locator("canvas.lanes").wait_for()
-    page.locator("#verdict").wait_for()
-    return page
+    yield from serve(folder)
 
 
 def test_the_page_shows_the_run_and_keeps_no_key_in_its_address(open_page: OpenPage, live: Served) -> None:

@@ -61,6 +61,17 @@ class RunningJob:
             "addresses": {},
             "faults": 0,
             "conservation": {"admitted": 40, "trained": 30, "rejected": 2, "dropped": 0, "live": 8},
+            "reasons": {"zero reward variance": 2},
+            "drop_reasons": {},
+            "devices": [
+                {
+                    **{"number": 0, "node": "local", "workers": ["rollout-0", "trainer"]},
+                    "device": {
+                        **{"id": "GPU-0", "name": "NVIDIA H100", "utilisation": 0.97},
+                        **{"memory_bytes": 41 * 2**30, "total_bytes": 80 * 2**30},
+                    },
+                }
+            ],
             "buffers": {
                 "slots": {"capacity": 12, "live": 8, "awaiting_publication": 0},
                 "trajectories": {"capacity": 96, "reserved": 60, "ready": 4},

@@ -241,4 +241,5 @@ def test_reasons_beyond_the_limit_are_counted_together(tmp_path: Path, monkeypat
     ended = follow.Ended()
     entry = MadeRun(groups=10).entry(3)
     ended.add([(msgspec.structs.replace(entry, reason=f"reason {n}"), 0, 1) for n in range(5)])
-    assert ended.why == {"reason 0": 1, "reason 1": 1, "another reason": 3}
+    assert ended.why("rejected") == {"reason 0": 1, "reason 1": 1, "another reason": 3}
+    assert ended.why("dropped") == {}

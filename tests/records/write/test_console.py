@@ -12,6 +12,7 @@ from omni_async.control.rounds import Change
 from omni_async.records.write.console import (
     LineConsole,
     UpdateView,
+    counts_left_out,
     duration,
     groups_left_out,
     staleness,
@@ -57,6 +58,31 @@ def test_a_pipe_sees_one_flushed_line_per_update() -> None:
         console.note("after the end")
     assert os.read(read, 10) == b""
     os.close(read)
+
+
+def test_groups_that_were_not_trained_are_counted_with_their_reasons() -> None:
+    """A pipe sees them when they change, a terminal always."""
+    counts = {"admitted": 9, "trained": 4, "rejected": 3, "dropped": 0, "live": 2}
+    left_out = counts_left_out(counts, {"zero reward variance": 2, "timed out": 1}, {})
+    assert left_out == {"rejected": "3: zero reward variance (2), timed out (1)"}
+    stream = io.StringIO()
+    console = LineConsole(stream, 9)
+    console.update({"update": 1})
+    console.update({"update": 2, "left_out": left_out})
+    console.update({"update": 3, "left_out": left_out})
+    console.update({"update": 4, "left_out": left_out | {"dropped": "1: generation failed: 3608 tokens"}})
+    assert stream.getvalue().splitlines() == [
+        "update 1/9",
+        "update 2/9 rejected 3: zero reward variance (2), timed out (1)",
+        "update 3/9",
+        "update 4/9 dropped 1: generation failed: 3608 tokens",
+    ]
+    terminal = Terminal()
+    live = LiveConsole(terminal, 9)
+    for update in (2, 3):
+        live.update({"update": update, "left_out": left_out})
+    live.close()
+    assert terminal.getvalue().count("zero reward variance (2)") >= 2
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run() -> None:

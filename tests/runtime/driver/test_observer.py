@@ -20,6 +20,7 @@ from omni_async.control.control_state import ControlState
 from omni_async.control.events import RunEvent, Shown
 from omni_async.media import Media
 from omni_async.records.write.attempts import Fault, read_faults
+from omni_async.records.write.devices import Device
 from omni_async.records.write.rundir import RunDirectory, RunDirectoryError
 from omni_async.records.write.sinks.base import Sink
 from omni_async.records.write.sinks.feed import Sinks
@@ -161,6 +162,33 @@ def test_records_of_a_run_add_up(tmp_path):
     summary = watched.observer.summary("failed", "coordinator is gone", None, 1008.0, [])
     assert (summary.updates, summary.images) == (4, updates[-1]["images"])
     assert summary.counters.trained == 8 and msgspec.to_builtins(summary.counters) == updates[-1]["conservation"]
+
+
+def test_groups_that_are_not_trained_have_reasons_even_without_a_last_event(tmp_path):
+    """The console has them while the run continues, the summary after the coordinator is lost."""
+
+    def reward(job: ScoreJob) -> float:
+        return 0.5 if job.sample_id.startswith("g1.") else control_world.distinct(job)
+
+    watched = watch(tmp_path, reward=reward)
+    left_out = [view["left_out"] for view in watched.console.updates]
+    assert left_out[0] in ({}, {"rejected": "1: zero reward variance"})
+    assert left_out[-1] == {"rejected": "1: zero reward variance"}
+    watched.observer.ended = None
+    summary = watched.observer.summary("failed", "coordinator is gone", None, 1008.0, [])
+    assert (summary.counters.rejected, summary.reject_reasons) == (1, {"zero reward variance": 1})
+
+
+def test_accelerators_are_in_the_metrics_and_the_status(tmp_path):
+    watcher, run, _, _ = observer(tmp_path)
+    watcher.sampled = lambda: [("trainer", "local", [Device("GPU-0", "H100", 2**30, 2**36, 0.5)])]
+    show(watcher, update(1, 0.0, 1.0))
+    (line,) = map(json.loads, run.metrics.read_text().splitlines())
+    assert {name: value for name, value in line.items() if name.startswith("device")} == {
+        "device/0/memory_bytes": 2**30,
+        "device/0/utilisation": 0.5,
+    }
+    assert [one.workers for one in watcher.devices()] == [["trainer"]]
 
 
 def test_emulated_media_are_not_drawn(tmp_path):

@@ -103,6 +103,48 @@ async def test_the_kind_of_the_cluster(tmp_path, capsys):
     assert error.startswith(f"omni-async: {said}") and error.count("\n") == 1
 
 
+_NVML = """
+from types import SimpleNamespace
+nvmlInit = lambda: None
+nvmlDeviceGetHandleByIndex = int
+nvmlDeviceGetUUID = "GPU-{}".format
+nvmlDeviceGetName = lambda handle: "NVIDIA H100"
+nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(used=2**30, total=2**36)
+nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=50)
+"""
+
+
+async def test_workers_report_their_devices_as_they_are_asked_for_their_health(tmp_path, monkeypatch):
+    (tmp_path / "pynvml.py").write_text(_NVML)
+    monkeypatch.syspath_prepend(tmp_path)
+    each = {"cpus": 0.5, "gpus": 1}
+    placement = {"rollout": each, "trainer": each, "reward": {"cpus": 0.5}, "accelerator": "GPU"}
+    config = write_world(tmp_path, run={"runtime": "ray"}, placement=placement)
+    with start_local_ray(4, gpus=2):
+        cluster = RayCluster(preflight(config), RunDirectory(tmp_path / "run"))
+        await cluster._reserve()
+        names = ("coordinator", "trainer", "rollout-0")
+        for name in names:
+            cluster._host(Worker.parse(name), Echo)
+            await cluster._locate(name)
+
+        async def sampled() -> bool:
+            await asyncio.gather(*map(cluster._check, names))
+            return len(cluster.sampled()) == 2
+
+        while not await sampled():
+            pass
+        nodes = {cluster._where[name].node for name in names}
+        found = {name: (node, devices) for name, node, devices in cluster.sampled()}
+        assert {*found} == {"trainer", "rollout-0"} and {node for node, _ in found.values()} == nodes
+        (one,), (other,) = (devices for _, devices in found.values())
+        assert {one.id, other.id} == {"GPU-0", "GPU-1"}
+        assert (one.name, one.memory_bytes, one.total_bytes, one.utilisation) == ("NVIDIA H100", 2**30, 2**36, 0.5)
+        await cluster._end("trainer")
+        assert [name for name, _, _ in cluster.sampled()] == ["rollout-0"]
+        await cluster.close()
+
+
 @pytest.mark.thorough
 @pytest.mark.usefixtures("six_of_each")
 @pytest.mark.parametrize("kind", ["GPU", "NPU"])

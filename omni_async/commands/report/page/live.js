@@ -53,7 +53,6 @@ omniAsync.live = (() => {
   function pictures() {
     const list = element("div", { className: "pictures" });
     const { box, head } = card(list);
-    box.classList.add("wide");
     const item = ({ src, label }) => {
       const link = element("a", { href: src, target: "_blank", rel: "noopener" }, element("img", { src, alt: label, loading: "lazy" }));
       return element("figure", {}, link, element("figcaption", {}, label));
@@ -143,8 +142,13 @@ omniAsync.live = (() => {
 
     async function refresh() {
       if (!details.open || !pick.value) return;
+      const key = sessionStorage.getItem(KEY);
+      if (!key) {
+        text.textContent = "To read logs, open the link that `omni-async watch` printed.";
+        return;
+      }
       try {
-        const headers = { "X-Omni-Async-Key": sessionStorage.getItem(KEY) ?? "" };
+        const headers = { "X-Omni-Async-Key": key };
         const lines = await answered(await fetch(`api/log/${encodeURIComponent(pick.value)}`, { headers }));
         const isAtEnd = text.scrollHeight - text.scrollTop - text.clientHeight < 20;
         text.textContent = lines.join("\n");

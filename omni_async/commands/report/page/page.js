@@ -7,10 +7,12 @@ omniAsync.page = (() => {
   /** Return a page that draws into the document's own places for it. */
   function create() {
     const state = { axis: "update", sections: new Map() };
+    let first = true;
     const views = {
       chart: (block) => omniAsync.charts.figure(block, state),
       samples: () => omniAsync.samples.draw(),
       lanes: (block) => omniAsync.lanes.draw(block, state),
+      details,
       ...omniAsync.tables,
     };
     const block = (data) => views[data.kind](data);
@@ -19,6 +21,19 @@ omniAsync.page = (() => {
     function blocks() {
       const box = element("div", { className: "blocks" });
       return { element: box, update: keyed(box, keyOf, block) };
+    }
+
+    /** Return the view of blocks that the reader opens by their summary. */
+    function details() {
+      const [summary, own] = [element("summary"), blocks()];
+      const box = element("details", { className: "more-blocks wide" }, summary, own.element);
+      return {
+        element: box,
+        update(data) {
+          summary.textContent = data.summary;
+          own.update(data.blocks.map((one) => ({ ...one, run: data.run })));
+        },
+      };
     }
 
     /** Return the view of each run's blocks; one run is shown at a time. */
@@ -46,14 +61,19 @@ omniAsync.page = (() => {
 
     function section(first) {
       const title = element(first.id === "verdict" ? "h1" : "h2", { id: `${first.id}-title` });
-      const lead = element("p", { className: "lead" });
+      const [lead, brief] = [element("p", { className: "lead" }), element("span", { className: "brief" })];
       const [common, perRun] = [blocks(), tabbed()];
-      const box = element("section", { id: first.id, "aria-labelledby": title.id }, title, lead, common.element, perRun.element);
+      const content = [lead, common.element, perRun.element];
+      const parts = first.folded
+        ? [element("details", { className: "fold" }, element("summary", {}, title, " ", brief), ...content)]
+        : [title, ...content];
+      const box = element("section", { id: first.id, "aria-labelledby": title.id }, ...parts);
       return {
         element: box,
         update(data) {
           title.textContent = data.title;
           lead.textContent = data.lead;
+          brief.textContent = data.brief;
           lead.classList.toggle("hidden", !data.lead);
           common.element.classList.toggle("hidden", !data.blocks.length);
           common.update(data.blocks);
@@ -63,8 +83,26 @@ omniAsync.page = (() => {
       };
     }
 
+    /** Open a folded section. */
+    function open(id) {
+      const folded = document.querySelector(`#${CSS.escape(id)} > details.fold`);
+      if (folded) folded.open = true;
+    }
+
+    /** Return a button that opens all folded parts, or closes them if all are open. */
+    function opener() {
+      const button = element("button", { type: "button" }, "Open all");
+      button.addEventListener("click", () => {
+        const opened = button.textContent === "Open all";
+        for (const one of document.querySelectorAll("details.fold, details.more-blocks")) one.open = opened;
+        button.textContent = opened ? "Close all" : "Open all";
+      });
+      return button;
+    }
+
     function link(first) {
       const anchor = element("a", { href: `#${first.id}` });
+      anchor.addEventListener("click", () => open(first.id));
       const update = (data) => (anchor.textContent = data.id === "verdict" ? "Verdict" : data.title);
       return { element: element("li", {}, anchor), update };
     }
@@ -90,7 +128,7 @@ omniAsync.page = (() => {
     });
     axes.update([{ value: "update", label: "updates" }, { value: "minutes", label: "time" }]);
     place("contents").replaceChildren(list);
-    place("tools").replaceChildren(axes.element);
+    place("tools").replaceChildren(axes.element, opener());
     place("page").replaceChildren();
     place("runs").replaceChildren();
     const showRuns = keyed(place("runs"), (data) => data.label, run);
@@ -106,6 +144,8 @@ omniAsync.page = (() => {
       showLinks(sections);
       showSections(sections);
       omniAsync.charts.appear();
+      if (first && location.hash.length > 1) open(location.hash.slice(1));
+      first = false;
     };
   }
 

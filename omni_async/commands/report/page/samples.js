@@ -2,6 +2,7 @@
 
 omniAsync.samples = (() => {
   const { element } = omniAsync.elements;
+  const FIRST = 4; // samples until the reader asks for all
   const numbers = new Intl.NumberFormat("en", { maximumFractionDigits: 3 });
 
   function media(frame, prompt) {
@@ -30,10 +31,11 @@ omniAsync.samples = (() => {
     const said = element("output");
     const play = element("button", { type: "button" }, "Play");
     const strips = element("ul", { className: "strips" });
+    const more = element("button", { type: "button", className: "more" });
     const note = element("p", { className: "note" });
     const player = element("div", { className: "player" }, play, slider, said);
-    const box = element("div", { className: "card wide samples" }, player, strips, note);
-    let [data, timer] = [null, null];
+    const box = element("div", { className: "card wide samples" }, strips, player, more, note);
+    let [data, timer, all] = [null, null, false];
 
     function show() {
       const position = Number(slider.value);
@@ -42,7 +44,10 @@ omniAsync.samples = (() => {
       const text = value === null ? when : `${when}: reward ${numbers.format(value)}${data.over[position]}`;
       said.textContent = text;
       slider.setAttribute("aria-valuetext", text);
-      strips.replaceChildren(...data.strips.map((one) => strip(one, position, data.paired)));
+      const shown = all ? data.strips : data.strips.slice(0, FIRST);
+      strips.replaceChildren(...shown.map((one) => strip(one, position, data.paired)));
+      more.textContent = all ? "Show fewer samples" : `Show all ${data.strips.length} samples`;
+      more.classList.toggle("hidden", data.strips.length <= FIRST);
     }
 
     function stop() {
@@ -58,6 +63,10 @@ omniAsync.samples = (() => {
       if (Number(slider.value) === last) stop();
     }
 
+    more.addEventListener("click", () => {
+      all = !all;
+      show();
+    });
     slider.addEventListener("input", () => {
       stop();
       show();
@@ -80,6 +89,7 @@ omniAsync.samples = (() => {
       strips.classList.toggle("pixelated", data.pixelated);
       player.classList.toggle("hidden", data.versions.length < 2);
       note.textContent = data.note;
+      note.classList.toggle("hidden", !data.note);
       show();
     }
 

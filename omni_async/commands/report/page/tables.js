@@ -51,11 +51,17 @@ omniAsync.tables = (() => {
   }
 
   function facts() {
-    const list = element("dl", { className: "facts wide" });
+    const list = element("dl");
     const shown = (fact) =>
       element("div", {}, element("dt", {}, fact.label),
         element("dd", { className: "value" }, fact.value), element("dd", { className: "detail" }, fact.detail));
-    return { element: list, update: (data) => list.replaceChildren(...data.items.map(shown)) };
+    return {
+      element: list,
+      update(data) {
+        list.className = `facts wide ${data.compact ? "compact" : ""}`;
+        list.replaceChildren(...data.items.map(shown));
+      },
+    };
   }
 
   function text() {
