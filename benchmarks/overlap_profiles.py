@@ -26,7 +26,7 @@ simulator.
   python -m benchmarks.overlap_profiles remote_judge wan22_dance --repeats 3
 
 What is complete in OUT is kept: the same command goes on after Ctrl-C. OUT gets profiles.md (also printed), and per
-recipe overlap.json, overlap.md and overlap.png.
+recipe overlap.json, overlap.html, overlap.md and overlap.png.
 
 Exit codes: 0 done, 1 a run failed, 2 wrong usage, 130 interrupted.
 """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,8 +32,9 @@ from omni_async.records.write.summary import Summary
 from omni_async.rewards.functions import label_of, named
 from omni_async.runtime.driver.control_socket import NotRunning, Request, ask
 from omni_async.runtime.preflight.resume import nothing_to_do
-from omni_async.simulation.result import Simulated
+from omni_async.simulation.result import Simulated, Sweep
 from omni_async.simulation.simulate import simulate as simulate_job
+from omni_async.simulation.simulate import sweep as sweep_of
 from omni_async.simulation.what_if import WhatIf, what_if
 
 T = TypeVar("T")
@@ -166,6 +166,7 @@ def train(
     overrides: Overrides = (),
     *,
     reward: Any = None,
+    reward_weights: Mapping[str, float] | None = None,
     callbacks: Sequence[Callback] = (),
     wait: bool = True,
 ) -> Run:
@@ -176,7 +177,9 @@ def train(
             directory.
         overrides: `key.path=value` texts, or a mapping from key path to value.
         reward: replaces `reward.scorers`: a function `(images, prompts)` that returns one number or `Score` per image,
-            plain or asynchronous, or a class with a method `score`.
+            plain or asynchronous, or a class with a method `score`; or a mapping from name to reward, for several. A
+            name's reward may also be a text: the name of a scorer, such as `ocr`.
+        reward_weights: weights of several rewards by name, 1 for a name that is not there.
         callbacks: called as `callback(run, line)` with every line of the metrics, in another thread. `run.stop()` ends
             the run early. A callback that raises fails the run.
         wait: whether to return after the end of the run. If not, call `Run.wait` before the process ends.
@@ -184,7 +187,7 @@ def train(
     Raises:
         ConfigError: a wrong recipe, override, reward or callback; one line, before anything starts.
         RunFailed: the run failed, or could not write its results."""
-    config = load(recipe, _texts(overrides, reward))
+    config = load(recipe, _texts(overrides, reward, reward_weights))
     for one in callbacks:
         _require_callback(one)
     if (done := nothing_to_do(config)) is not None:
@@ -211,7 +214,8 @@ def simulate(
     updates: int | None = None,
     seed: int = 0,
     changes: bool = False,
-) -> Simulated | WhatIf:
+    sweep: bool = False,
+) -> Simulated | WhatIf | Sweep:
     """Simulate a job in virtual time, as `omni-async simulate`.
 
     Args:
@@ -221,15 +225,21 @@ def simulate(
         updates: updates to simulate; None: the recipe's, at least 200.
         seed: of the service times.
         changes: return the gain of single changes instead. A run's folder always has these.
+        sweep: return the predictions of every schedule and of several staleness budgets instead.
 
     Raises:
         ConfigError: one line."""
-    texts = _texts(overrides, None)
-    if changes or (not isinstance(recipe, Mapping) and Path(recipe).is_dir()):
+    texts = _texts(overrides)
+    of_run = not isinstance(recipe, Mapping) and Path(recipe).is_dir()
+    if changes or of_run:
+        if sweep:
+            raise ConfigError(f"sweep: not for {'the folder of a run' if of_run else 'changes'}; leave it out")
         job, _ = measured_job(recipe, texts, profile)
-        return _outside_loop(lambda: what_if(*job[:3], devices=job.devices, seed=seed))
+        return _outside_loop(lambda: what_if(*job[:3], **job.comparison, seed=seed))
     config, found = job_of(recipe, texts, profile)
     try:
+        if sweep:
+            return _outside_loop(lambda: sweep_of(config, found, updates=updates, seed=seed))
         return _outside_loop(lambda: simulate_job(config, found, updates=updates, seed=seed))
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -241,12 +251,13 @@ def score(
     overrides: Overrides = (),
     *,
     reward: Any = None,
+    reward_weights: Mapping[str, float] | None = None,
     repeat: int = 1,
 ) -> Any:
     """Score media files, folders, tables or runs with a recipe's reward, as `omni-async score`.
 
     Args:
-        recipe, overrides, reward: as for `train`. The model need not exist.
+        recipe, overrides, reward, reward_weights: as for `train`. The model need not exist.
         paths: what to score.
         repeat: how often each sample is scored.
 
@@ -255,7 +266,7 @@ def score(
 
     Raises:
         ConfigError: one line."""
-    config = load(recipe, _texts(overrides, reward))
+    config = load(recipe, _texts(overrides, reward, reward_weights))
     rows = rows_of(config, [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)])
     checks = prompt_checks(config, [row.sample for row in rows])
     scorers = build_reward(config)
@@ -263,7 +274,7 @@ def score(
     return _table(records(rows))
 
 
-def _texts(overrides: Overrides, reward: Any) -> list[str]:
+def _texts(overrides: Overrides, reward: Any = None, reward_weights: Mapping[str, float] | None = None) -> list[str]:
     """Return overrides as texts `key.path=value`; a `reward` replaces `reward.scorers` first."""
     if isinstance(overrides, str):
         texts = [overrides]
@@ -271,12 +282,36 @@ def _texts(overrides: Overrides, reward: Any) -> list[str]:
         texts = [f"{key}={json_of(value, f'override {key!r}')}" for key, value in overrides.items()]
     else:
         texts = [*overrides]
-    if reward is None:
+    if reward is None and reward_weights is None:
         return texts
+    return [f"reward.scorers={json_of(_scorers(reward, reward_weights), 'reward_weights')}", *texts]
+
+
+def _scorers(reward: Any, weights: Mapping[str, float] | None) -> list[dict[str, Any]]:
+    """Return `reward.scorers` for one reward, or for a mapping of several."""
+    if not isinstance(reward, Mapping):
+        if weights is not None:
+            raise ConfigError("reward_weights: needs several rewards; give reward a mapping from name to function")
+        return [{"name": _named(reward, "reward")}]
+    if not reward:
+        raise ConfigError("reward: expected at least one reward, got an empty mapping")
+    weights = weights or {}
+    if unknown := [name for name in weights if name not in reward]:
+        raise ConfigError(
+            f"reward_weights: {unknown[0]!r} is no name of reward, which has {', '.join(map(str, reward))}"
+        )
+    scorers: list[dict[str, Any]] = []
+    for name, one in reward.items():
+        own = one if isinstance(one, str) else _named(one, f"reward: {name}", str(name))
+        scorers.append({"name": own, **({"weight": weights[name]} if name in weights else {})})
+    return scorers
+
+
+def _named(reward: Any, where: str, own: str | None = None) -> str:
     try:
-        return [f"reward.scorers={json.dumps([{'name': named(reward)}])}", *texts]
+        return named(reward, own)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _require_callback(callback: Any) -> None:

@@ -192,6 +192,16 @@ def test_a_callback_that_raises_fails_the_run(emulated: Path, at: int) -> None:
         (lambda it: omni_async.train(it, {"trainer.updates": object()}), "override 'trainer.updates': .*object"),
         (lambda it: omni_async.train(it, {"trainer.updates": float("nan")}), "trainer.updates: expected"),
         (lambda it: omni_async.train(it, reward=3), "^reward: expected a function"),
+        (lambda it: omni_async.train(it, reward={"light": brightness, "n": 3}), "^reward: n: expected a function"),
+        (lambda it: omni_async.train(it, reward={}), "^reward: expected at least one reward"),
+        (lambda it: omni_async.train(it, reward_weights={"light": 2}), "^reward_weights: needs several rewards"),
+        (lambda it: omni_async.score(it, ".", reward=brightness, reward_weights={}), "^reward_weights: needs several"),
+        (
+            lambda it: omni_async.train(it, reward={"light": brightness}, reward_weights={"dark": 2}),
+            "^reward_weights: 'dark' is no name of reward, which has light$",
+        ),
+        (lambda it: omni_async.simulate(it, changes=True, sweep=True), "^sweep: not for changes"),
+        (lambda it: omni_async.simulate(Path(it).parent, sweep=True), "^sweep: not for the folder of a run"),
         (lambda it: omni_async.train(it, reward=lambda images: []), r"reward.scorers.0: .*takes \(images\), expected"),
         (lambda it: omni_async.train(it, callbacks=[print, lambda run: 0]), "callbacks: 'lambda': expected a function"),
         (lambda it: omni_async.load_run(Path(it).parent), "is not a run folder$"),
@@ -236,6 +246,33 @@ def test_scores_are_those_of_the_command(recipe: Path) -> None:
     command = [sys.executable, "-m", "omni_async.cli", "score", str(recipe), str(folder), own, "--json", str(out)]
     subprocess.run(command, check=True, capture_output=True, env=ENVIRONMENT, cwd="/")
     assert found["reward"].tolist() == [row["reward"] for row in json.loads(out.read_text())["rows"]] == [0.013, 0.261]
+
+
+def test_several_rewards_are_weighted_by_their_names(recipe: Path) -> None:
+    """Compares a run of two lambdas and a scorer with the weighted sum of what each gives."""
+    rewards = {
+        "light": lambda images, prompts: brightness(images, prompts),
+        "half": lambda images, prompts: [value / 2 for value in brightness(images, prompts)],
+        "size": "jpeg_size",
+    }
+    weights = {"half": 3.0, "size": 0.0}
+    run = omni_async.train(recipe, {"trainer.updates": 1}, reward=rewards, reward_weights=weights)
+    scorers = run.config.reward.scorers
+    assert [one.name for one in scorers] == ["python:light", "python:half", "jpeg_size"]
+    assert [one.weight for one in scorers] == [1.0, 3.0, 0.0]
+    (folder := recipe.parent / "images").mkdir()
+    Image.fromarray(np.full((4, 4, 3), (200, 0, 0), np.uint8)).save(folder / "red.png")
+    found = omni_async.score(recipe, folder, reward=rewards, reward_weights=weights)
+    assert found["reward"].tolist() == [pytest.approx(0.261 + 3 * 0.1305)]
+
+
+def test_a_sweep_is_that_of_the_command(emulated: Path) -> None:
+    out = emulated.parent / "simulated.json"
+    assert cli.main(["simulate", str(emulated), "--sweep", "--updates", "40", "--json", str(out)]) == 0
+    found = omni_async.simulate(emulated, updates=40, sweep=True)
+    rows = {row["name"]: row["step_s"] for row in json.loads(out.read_text())["results"]}
+    assert {name: one.step_s for name, one in found.results.items()} == rows and {"sync", "async S=8"} < {*rows}
+    assert found.left_out == {}
 
 
 def test_simulations_are_those_of_the_command(emulated: Path) -> None:

@@ -32,12 +32,13 @@ time, on devices that take the times of a profile. The model, prompt files and s
 
 For a run's folder, or with --what-if, the table has a row per change: another staleness budget, larger and smaller
 buffers, one more rollout engine, reward worker or trainer rank. Gains are in images/s. +- is the spread over seeds of
-the service times and, for a run, the difference between its simulation and its measured time. The effect of a change
-on learning is not simulated.
+the service times and, for a run, the difference between its simulation and its measured time. If that is more than 3 %,
+the output names the stage that differs, with its measured and its simulated seconds. The effect of a change on learning
+is not simulated.
 
 A profile contains the times of the stages: every run writes one (profile.json), some are shipped, and a recipe with
 `emulation` names its own. Seconds are the profile's; emulation.time_scale plays no role. Validation rounds and
-checkpoints are left out, and no group is rejected.
+rejected groups are simulated for a run's folder alone. Checkpoints are left out.
 
 The output has the law of overlap next to the simulation, images/s over all devices, the activity of each role (starved:
 it waits for input; backpressured: the staleness budget or a full buffer blocks it), the staleness of trained samples,
@@ -185,7 +186,7 @@ def _what_if(options: argparse.Namespace) -> int:
     require_writable("--json", options.json, inputs)
     with live_bar("{task.description}", "bar", total=100) as bar:
         progress = None if bar is None else lambda made, jobs, name: bar(name, 100 * made // jobs)
-        found = what_if(*run[:3], devices=run.devices, seed=options.seed, progress=progress)
+        found = what_if(*run[:3], **run.comparison, seed=options.seed, progress=progress)
     show_what_if(Console(width=max(_NARROWEST, Console().width), highlight=False), found)
     return write_json(options.json, msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
 

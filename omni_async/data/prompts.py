@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from omni_async.config import ConfigError
 from omni_async.data.bad_places import BadPlaces
-from omni_async.data.tables import NO_COLUMNS, Columns, Table, open_table
+from omni_async.data.tables import EXAMPLE, NO_COLUMNS, Columns, Table, open_table
 from omni_async.types import Prompt, PromptImage
 
 _PIXELS_DECODED = 2**30  # of images: some twenty seconds on one core; other images: only headers and checksums
@@ -101,9 +101,9 @@ def prompt_of(index: int, fields: dict[str, Any], where: str) -> Prompt:
     """Return the prompt that a row describes; its images are named, but not opened.
 
     Raises ConfigError, one line that begins with `where`, if the row is invalid."""
-    if not isinstance(text := fields.get("prompt"), str) or not text.strip():
-        hint = "" if "prompt" in fields or not fields else _other_column(fields)
-        raise ConfigError(f'{where}: expected an object with a non-empty string "prompt"{hint}')
+    text = fields.get("prompt")
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError(f"{where}: {_no_text(fields)}")
     target, negative = fields.get("target"), fields.get("negative_prompt")
     for key, value in (("target", target), ("negative_prompt", negative)):
         if value is not None and not isinstance(value, str):
@@ -112,10 +112,18 @@ def prompt_of(index: int, fields: dict[str, Any], where: str) -> Prompt:
     return Prompt(index, text, target, others, _named_images(fields, where), negative)
 
 
-def _other_column(fields: dict[str, Any]) -> str:
-    texts = [name for name, cell in fields.items() if isinstance(cell, str)]
-    name = next((name for name in ("text", "caption", "Prompt") if name in texts), next(iter(texts), "NAME"))
-    return f", got {', '.join(fields)[:200]}; name its column, as data.columns.prompt={name}"
+def _no_text(fields: dict[str, Any]) -> str:
+    """Return why a row has no text of a prompt, and the remedy."""
+    if "prompt" not in fields:
+        if not fields:
+            return f"the row is empty; expected {EXAMPLE}"
+        texts = [name for name, cell in fields.items() if isinstance(cell, str)]
+        name = next((name for name in ("text", "caption", "Prompt") if name in texts), next(iter(texts), "NAME"))
+        got = ", ".join(fields)[:200]
+        return f"expected a field `prompt`, got {got}; name its column, as data.columns.prompt={name}"
+    if (text := fields["prompt"]) is None or isinstance(text, str):
+        return "the prompt is empty; write its text, or remove the row"
+    return f"prompt: expected a string, got {repr(text)[:200]}; write it in quotation marks"
 
 
 def _named_images(fields: dict[str, Any], where: str) -> tuple[PromptImage, ...]:

@@ -27,6 +27,7 @@ from omni_async.config.reading import OutsideError, open_file
 from omni_async.data.image_files import one_line
 
 SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+EXAMPLE = 'an object such as {"prompt": "a cat"}'
 LEADS_OUT = "leads out of its folder; copy the file into it, or name it on the command line"
 DEEPEST = 50  # levels of nesting in a row, as in a recipe: packing a prompt into a message recurses through them
 _LARGEST_FILE = 2**30  # bytes of a text, and of all rows of another file: they are held in memory
@@ -89,6 +90,8 @@ class Names:
 
     def __init__(self, columns: Columns, binary: Sequence[str]) -> None:
         self._columns = columns
+        # Its empty cells are read: a row without a prompt is an error.
+        self.prompt = columns.get("prompt", "prompt")
         # The columns whose binary cells are read.
         self.binary = frozenset(column for name in binary if (column := columns.get(name, name)) is not None)
         self._unseen = {field: column for field, column in columns.items() if column is not None}
@@ -221,7 +224,8 @@ def _json(file: BinaryIO, name: str, names: Names) -> Iterator[Row]:
     except msgspec.DecodeError as error:
         raise ConfigError(f"{name}: not valid JSON: {error}; objects without a list around them are .jsonl") from None
     if not isinstance(found, list):
-        raise ConfigError(f"{name}: expected a list of objects or of prompts, got a JSON {type(found).__name__}")
+        got = f"got a JSON {type(found).__name__}; put the rows into [ ]"
+        raise ConfigError(f"{name}: expected a list of objects or of prompts, {got}")
     _require_unique_keys(content.decode("utf-8-sig"), name)
     for number, item in enumerate(found):
         where = f"{name}: row {number}"
@@ -232,7 +236,7 @@ def _plain_item(item: Any, where: str) -> dict[str, Any]:
     if isinstance(item, str):
         return {"prompt": item}
     if not isinstance(item, dict):
-        raise ConfigError(f'{where}: expected an object with a non-empty string "prompt", got {repr(item)[:200]}')
+        raise ConfigError(f"{where}: expected a text, or {EXAMPLE}, got {repr(item)[:200]}")
     if _depth_exceeds(item, DEEPEST):
         raise ConfigError(f"{where}: nested more than {DEEPEST} levels deep")
     _encoded(item, where)
@@ -265,7 +269,7 @@ def _csv(file: BinaryIO, name: str, names: Names, delimiter: str = ",") -> Itera
             continue
         if len(cells) > len(columns):
             raise ConfigError(f"{where}: more cells than the first line has columns")
-        row = {key: cell for key, cell in zip(columns, cells, strict=False) if cell}
+        row = {key: cell for key, cell in zip(columns, cells, strict=False) if cell or key == names.prompt}
         yield Row(where, number, partial(_cells, row, where))
 
 
@@ -283,7 +287,7 @@ def object_of(line: str, where: str) -> dict[str, Any]:
     """Return the JSON object of a line. Raises ConfigError, which begins with `where`, if it is invalid."""
     fields = decode(line, where)
     if not isinstance(fields, dict):
-        raise ConfigError(f'{where}: expected an object with a non-empty string "prompt"')
+        raise ConfigError(f"{where}: expected {EXAMPLE}, got {line[:200]}")
     require_plain_object(fields, line, where)
     return fields
 
@@ -343,7 +347,7 @@ def _columnar(file: BinaryIO, name: str, names: Names, arrow: bool = False) -> I
     held = values = 0
     for number, cells in (arrow_rows if arrow else plain_rows)(file, name, bounds, names.binary):
         where = f"{name}: row {number}"
-        row, size, num = _plain_row(cells, where)
+        row, size, num = _plain_row(cells, where, names.prompt)
         held += size
         values += num
         if held > _LARGEST_FILE or values > _MOST_VALUES:
@@ -352,10 +356,13 @@ def _columnar(file: BinaryIO, name: str, names: Names, arrow: bool = False) -> I
         yield Row(where, number, partial(dict, row))
 
 
-def _plain_row(cells: dict[str, Any], where: str) -> tuple[dict[str, Any], int, int]:
-    """Return a row as JSON values, its bytes and number of values. Images stay bytes; empty cells are left out."""
+def _plain_row(cells: dict[str, Any], where: str, prompt: str | None) -> tuple[dict[str, Any], int, int]:
+    """Return a row as JSON values, its bytes and number of values.
+
+    Images stay bytes. Empty cells are left out, except in the column `prompt`."""
     images = {name: _image(cell) for name, cell in cells.items() if _holds_bytes(cell)}
-    text = _encoded({name: cell for name, cell in cells.items() if name not in images and cell is not None}, where)
+    kept = {name: cell for name, cell in cells.items() if cell is not None or name == prompt}
+    text = _encoded({name: cell for name, cell in kept.items() if name not in images}, where)
     size = sum(len(one) for cell in images.values() for one in (cell if isinstance(cell, list) else [cell]) if one)
     images = {name: cell for name, cell in images.items() if cell is not None}
     row = msgspec.json.decode(text)

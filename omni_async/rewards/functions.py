@@ -75,14 +75,16 @@ def label_of(reward: Any) -> str:
 # ---- rewards of Python code ------------------------------------------------------------------------------------------
 
 
-def named(reward: Any) -> str:
-    """Return a name of `reward.scorers` for a function or class. Raises ValueError, one line, if it is neither."""
+def named(reward: Any, own: str | None = None) -> str:
+    """Return a name of `reward.scorers` for a function or class. Raises ValueError, one line, if it is neither.
+
+    `own`: its name if it has no import path; None: the function's."""
     if not is_scorer(reward) and (isinstance(reward, type) or not callable(reward)):
         kind = reward.__name__ if isinstance(reward, type) else f"{type(reward).__name__} object"
-        raise ValueError(f"reward: expected a function (images, prompts) or a class with a method `score`, got {kind}")
+        raise ValueError(f"expected a function (images, prompts) or a class with a method `score`, got {kind}")
     if (path := _import_path(reward)) is not None:
         return path
-    name = PASSED + label_of(reward)
+    name = PASSED + (label_of(reward) if own is None else own)
     _passed[name] = reward
     return name
 

@@ -81,6 +81,13 @@ def show_what_if(console: Console, found: WhatIf) -> None:
         updates, off = found.measured_updates, found.model_error
         measured = f"{_number(found.measured_s)} s measured over {updates} updates, off by {off:+.1%}"
     console.print(f"profile {found.profile}: {_number(now.step_s)} s per update simulated, {measured}")
+    if found.difference:
+        console.print(f"{found.difference}\n")
+        stages = _table("busy seconds of a worker per update, and the trainer's waits", "", "measured", "simulated")
+        for part in found.stages:
+            stages.add_row(part.stage, _number(part.measured_s), _number(part.simulated_s))
+        if found.stages:
+            console.print(stages)
     columns = ("s/update", "images/s", "gain", "+-", "devices", "each", "stale")
     table = _table("what one change would buy", "change", *columns)
     table.add_column("held up by", no_wrap=True)

@@ -56,6 +56,16 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
         return self.law_s / self.step_s if self.step_s > 0 else 0.0
 
 
+class Sweep(msgspec.Struct, frozen=True):
+    """The predictions of a job under every schedule and several budgets.
+
+    - `results`: schedule or `async S=N` -> its prediction, with room in the buffers; `sync` is the first.
+    - `left_out`: name -> why the recipe cannot run that way."""
+
+    results: dict[str, Simulated]
+    left_out: dict[str, str]
+
+
 def times_of(config: Config, profile: Profile, plan: Plan | None = None) -> StageTimes:
     """Return mean seconds per update, in the profile's time.
 

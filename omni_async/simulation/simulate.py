@@ -1,6 +1,6 @@
 """Simulates a job in virtual time: the real coordinator, simulated roles, a profile's time in place of devices.
 
-Validation rounds and checkpoints take no time here. Waits for nothing real; a deadlocked job raises DeadlockError at
+Checkpoints take no time here. Waits for nothing real; a deadlocked job raises DeadlockError at
 once.
 """
 
@@ -26,7 +26,7 @@ from omni_async.control.coordinator import Coordinator
 from omni_async.performance.law import async_step, with_estimates
 from omni_async.performance.profile import Profile
 from omni_async.roles.plan import plan_updates
-from omni_async.simulation.result import Simulated, times_of
+from omni_async.simulation.result import Simulated, Sweep, times_of
 from omni_async.simulation.simulated_engine import SimulatedEngine
 from omni_async.simulation.simulated_roles import (
     SimulatedPublisher,
@@ -34,7 +34,7 @@ from omni_async.simulation.simulated_roles import (
     reward_worker,
     watch,
 )
-from omni_async.simulation.sweep import choose_bundle, in_bundles
+from omni_async.simulation.sweep import arms, choose_bundle, in_bundles
 from omni_async.simulation.virtual_time import VirtualTimeLoop, run
 from omni_async.simulation.world import Meters, Outage, SharedDevices, World
 from omni_async.types import Prompt
@@ -76,9 +76,11 @@ def simulate(
     seed: int = 0,
     bundle: int | None = None,
     outage: Outage | None = None,
+    validation: int = 0,
+    rejected: float = 0.0,
     progress: Callable[[int], None] | None = None,
 ) -> Simulated:
-    """Simulate a job; groups are never rejected, validation and checkpoints are omitted.
+    """Simulate a job; checkpoints are omitted.
 
     Args:
         config: The job.
@@ -87,6 +89,8 @@ def simulate(
         seed: Seed of the service times.
         bundle: Samples of a group that are simulated as one (None: 1 unless that would take minutes).
         outage: A span in which no job of a stage makes progress, in the profile's seconds (None: no outage).
+        validation: Samples of a validation round (0: rounds are omitted).
+        rejected: Share of the groups that are rejected; a group that is simulated as one bundle never is.
         progress: Called with the number of every update.
 
     Raises:
@@ -102,7 +106,7 @@ def simulate(
     paces: list[Pace] = []
 
     async def play() -> World:
-        world = _world(config, profile, updates, seed, bundle, outage)
+        world = _world(config, profile, updates, seed, bundle, outage, validation, rejected)
 
         def updated(version: int) -> None:
             ends.append(world.loop.now)
@@ -148,18 +152,42 @@ def simulate(
     )
 
 
-def _world(config: Config, profile: Profile, updates: int, seed: int, bundle: int, outage: Outage | None) -> World:
+def sweep(config: Config, profile: Profile, *, updates: int | None = None, seed: int = 0) -> Sweep:
+    """Simulate a job under every schedule and several staleness budgets, with room in the buffers.
+
+    Arguments and errors are those of `simulate`."""
+    found = arms(config)
+    possible = [arm for arm in found if arm.problem is None]
+    return Sweep(
+        {arm.name: simulate(arm.config, profile, updates=updates, seed=seed) for arm in possible},
+        {arm.name: arm.problem for arm in found if arm.problem is not None},
+    )
+
+
+def _world(
+    config: Config,
+    profile: Profile,
+    updates: int,
+    seed: int,
+    bundle: int,
+    outage: Outage | None,
+    validation: int,
+    rejected: float,
+) -> World:
     plan = plan_updates(config)
     config = in_bundles(config, bundle)
-    # Omit steps that take no virtual time: validation, logged images, and the rejection of groups whose samples all
-    # earn the same reward.
+    rounds, validated = config.validation, tuple(Prompt(number, "") for number in range(validation // bundle))
+    rejected = rejected if config.rollout.group_size > 1 else 0.0
+    advantage = replace(config.algorithm.advantage, drop_zero_variance=rejected > 0)
+    advantage = replace(advantage, track_prompts=advantage.track_prompts and not rejected)
+    # Omit logged images: they take no virtual time.
     config = replace(
         config,
-        algorithm=replace(config.algorithm, advantage=replace(config.algorithm.advantage, drop_zero_variance=False)),
+        algorithm=replace(config.algorithm, advantage=advantage),
         data=replace(config.data, shuffle=False),
         trainer=replace(config.trainer, updates=updates),
         tracking=replace(config.tracking, images_every=updates, images=1),
-        validation=None,
+        validation=None if rounds is None or not validated else replace(rounds, samples_per_prompt=1, limit=None),
     )
     loop = cast(VirtualTimeLoop, asyncio.get_running_loop())
     rows = {spec.role: sum(map(spec.is_at_work, spec.workers(config))) for spec in BUILT_IN if spec.role in WORKING}
@@ -173,13 +201,16 @@ def _world(config: Config, profile: Profile, updates: int, seed: int, bundle: in
         config=config,
         profile=profile,
         plan=plan,
-        coordinator=Coordinator(config, "simulated", _PROMPTS, (), lambda entry: None, collects=plan.mode == "collect"),
+        coordinator=Coordinator(
+            config, "simulated", _PROMPTS, validated, lambda entry: None, collects=plan.mode == "collect"
+        ),
         loop=loop,
         meters=Meters(loop.time, workers, capacities),
         seed=seed,
         bundle=bundle,
         shared=SharedDevices(loop) if config.placement.colocated else None,
         outage=outage,
+        rejected=rejected,
     )
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from omni_async.aio.waiting import Event
 from omni_async.simulation.world import SharedDevices, World, at_once, digest_of
-from omni_async.types import SampleRequest, SampleResult, SdeWindow, VersionSpans, WeightReport
+from omni_async.types import SampleRequest, SampleResult, VersionSpans, WeightReport
 
 # Two instants closer than this are one.
 _INSTANT_S = 1e-9
@@ -57,11 +57,13 @@ class Batch:
     def version_at(self, step: int) -> int:
         return next(version for first, version in reversed(self.swaps) if step >= first)
 
-    def versions(self, window: SdeWindow | None) -> VersionSpans:
-        """Return the versions of the trained steps: the window's steps, or all."""
+    def versions(self, request: SampleRequest) -> VersionSpans:
+        """Return the versions of a sample's trained steps: its window's, or all; none of a validation sample."""
+        every_step = range(self.steps if request.kind == "train" else 0)
+        steps = request.window.steps if request.window else every_step
         if len(self.swaps) == 1:
-            return VersionSpans.same(self.swaps[0][1], window.size if window else self.steps)
-        return VersionSpans.of(self.version_at(step) for step in (window.steps if window else range(self.steps)))
+            return VersionSpans.same(self.swaps[0][1], len(steps))
+        return VersionSpans.of(self.version_at(step) for step in steps)
 
 
 class SimulatedEngine:
@@ -143,7 +145,10 @@ class SimulatedEngine:
         most = self._rollout.max_batch if self._pending is None else min(self._rollout.max_batch, self._owed)
         requests = [leased.popleft() for _ in range(min(most, len(leased)))]
         seconds = self._draws.seconds("generate", len(requests) * world.bundle)
-        self._batch = Batch(requests, self._loop.now, seconds, self._rollout.num_inference_steps, self._version)
+        steps = self._rollout.num_inference_steps
+        if world.config.emulation is None:  # validation samples may have more steps; emulated devices ignore that
+            seconds *= sum(request.num_inference_steps for request in requests) / (steps * len(requests))
+        self._batch = Batch(requests, self._loop.now, seconds, steps, self._version)
         self._loop.call_when(self._batch.end, self._finish, self._batch)
 
     def _finish(self, batch: Batch) -> None:
@@ -162,9 +167,7 @@ class SimulatedEngine:
             self._idle_since = now
         first = batch.version_at(0)
         span = (batch.start, now, self._nbytes)
-        results = [
-            SampleResult(r.sample_id, self.name, None, None, first, batch.versions(r.window), *span) for r in requests
-        ]
+        results = [SampleResult(r.sample_id, self.name, None, None, first, batch.versions(r), *span) for r in requests]
         at_once(self._world.coordinator.samples_done(self.name, results))
         self._slot_free.notify()
         self._wake()

@@ -33,10 +33,7 @@ from omni_async.performance.emulation import Draws
 from omni_async.performance.scorer_lanes import ScorerLanes, scorer_lanes
 from omni_async.simulation.simulated_engine import SimulatedEngine
 from omni_async.simulation.world import World, at_once, digest_of
-from omni_async.types import ReadyGroup, Score, ScoreJob, ScoreResult, UpdateReport, WeightReport
-
-# Rewards have no influence on how long anything takes; groups without variance are not rejected here.
-_SCORE = Score(0.0)
+from omni_async.types import ReadyGroup, ScoreJob, ScoreResult, UpdateReport, WeightReport
 
 
 async def reward_worker(name: str, world: World) -> None:
@@ -68,7 +65,9 @@ async def _score_in_turn(name: str, world: World) -> None:
         if shared is not None:
             shared.leave()
         reserved.add(-len(jobs))
-        await coordinator.scored(name, [ScoreResult(job.sample_id, job.attempt, score=_SCORE) for job in jobs])
+        await coordinator.scored(
+            name, [ScoreResult(job.sample_id, job.attempt, score=world.score(job)) for job in jobs]
+        )
 
 
 Scored = Callable[[list[ScoreJob]], None]
@@ -145,7 +144,7 @@ class SimulatedPanel:
             self._missing[job.sample_id] -= 1
             if not self._missing[job.sample_id]:
                 del self._missing[job.sample_id]
-                done.append(ScoreResult(job.sample_id, job.attempt, score=_SCORE))
+                done.append(ScoreResult(job.sample_id, job.attempt, score=world.score(job)))
         if done:
             if not self._missing:
                 world.meters.busy["reward"].add(self._busy_since, world.loop.now)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 
 import msgspec
 
@@ -31,6 +33,8 @@ _SEEDS = 3
 _MOST_BUNDLES = 4_000
 _FEWEST_UPDATES, _MOST_UPDATES = 24, 120
 _OF_WORKER = 0.1  # a worker's time in an update, in bundles
+# The largest error of a simulation that needs no explanation.
+_EXACT = 0.03
 # A role that is busy for less of the time waits for something.
 _BUSY = 0.9
 _FULL = 0.95
@@ -68,6 +72,16 @@ class Prospect(msgspec.Struct, frozen=True, kw_only=True):
         return abs(self.gain) > self.uncertainty
 
 
+class StageSeconds(msgspec.Struct, frozen=True):
+    """Seconds per update that a worker of a stage was busy, in the run and in the simulation of it.
+
+    `training`, `checkpoints` and `waits`, the rest, are the trainer's, and sum to an update."""
+
+    stage: str
+    measured_s: float
+    simulated_s: float
+
+
 class LeftOut(msgspec.Struct, frozen=True):
     """A change that cannot be made or evaluated, and why."""
 
@@ -80,6 +94,8 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
 
     - `measured_s`: the run's seconds per update, over its `measured_updates` steady ones; None if it has too few.
     - `model_error` = present.step_s / measured_s - 1.
+    - `stages`: of the run and of the present; empty without a timeline.
+    - `difference`: why the simulated present differs from the run; empty if it does not.
     - `seeds`, `updates`: simulated for each job.
     - `caveats`: facts about this job that the simulation does not model."""
 
@@ -93,6 +109,8 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
     seeds: int
     updates: int
     caveats: list[str]
+    stages: list[StageSeconds] = []
+    difference: str = ""
     learning: str = LEARNING
 
 
@@ -102,6 +120,9 @@ def what_if(
     finished: Sequence[float] = (),
     *,
     devices: float | None = None,
+    stages: Mapping[str, float] = MappingProxyType({}),
+    validation: int = 0,
+    rejected: float = 0.0,
     seed: int = 0,
     progress: Callable[[int, int, str], None] | None = None,
     most: float = math.inf,
@@ -113,6 +134,9 @@ def what_if(
         profile: The service times that the run measured.
         finished: When the updates of its newest attempt ended, in seconds (`finished` in metrics.jsonl).
         devices: Number of the run's devices (`devices` in summary.json); None: as many as the job requests.
+        stages: The run's seconds per update by stage (`omni_async.simulation.run_folder.stage_seconds`).
+        validation: Samples of a validation round of the run; 0: rounds are not simulated.
+        rejected: Share of the run's groups that were rejected.
         seed: Seed of the service times; others follow it.
         progress: Called with the number of simulated jobs, the total, and the name of the next.
         most: Most bundles of all simulations together, with workers counted as parts of some.
@@ -128,14 +152,16 @@ def what_if(
     seeds = _SEEDS if any(stage.variation for stage in profile.stages().values()) else 1
     bundle, updates = _size(config)
     jobs = [config, *(change.config for change in possible)]
-    if (work := seeds * sum(_enough(job, updates) * _load(job, bundle) for job in jobs)) > most:
+    work = seeds * sum(_enough(job, updates) * _load(job, bundle, validation, rejected) for job in jobs)
+    if work > most:
         raise ConfigError(f"{work:.3g} samples would be simulated; `omni-async simulate` does it, in minutes or more")
 
     def runs(number: int, name: str, job: Config) -> list[Simulated]:
         if progress is not None:
             progress(number, len(possible) + 1, name)
         enough = _enough(job, updates)
-        found = [simulate(job, profile, updates=enough, seed=seed + i, bundle=bundle) for i in range(seeds)]
+        played = partial(simulate, updates=enough, bundle=bundle, validation=validation, rejected=rejected)
+        found = [played(job, profile, seed=seed + i) for i in range(seeds)]
         if not all(one.step_s > 0 for one in found):
             raise ConfigError(f"profile {profile.name}: an update takes no time in it, so that nothing can be gained")
         return found
@@ -143,6 +169,7 @@ def what_if(
     now = runs(0, "the run as it is", config)
     took, num_took = measured_step(config, finished)
     error = statistics.fmean(one.step_s for one in now) / took - 1 if took else None
+    compared = _compared(stages, now)
     return WhatIf(
         profile=profile.name,
         present=_prospect("as it is", {}, config, now, now, config, error),
@@ -157,8 +184,38 @@ def what_if(
         left_out=[LeftOut(change.name, change.problem) for change in asked if change.problem is not None],
         seeds=seeds,
         updates=updates,
-        caveats=_caveats(config, profile, took, devices),
+        caveats=_caveats(config, profile, took, devices, validation),
+        stages=compared,
+        difference=_difference(compared, error),
     )
+
+
+def _compared(measured: Mapping[str, float], found: Sequence[Simulated]) -> list[StageSeconds]:
+    """Compare the seconds of each stage of a run with those of its simulations; empty without a run's."""
+    if not measured:
+        return []
+    busy = {role: statistics.fmean(one.busy[role]["busy"] * one.step_s for one in found) for role in found[0].busy}
+    named = {"rollout": "generation", "reward": "scoring", "trainer": "training"}
+    simulated = {named[role]: seconds for role, seconds in busy.items()}
+    simulated["waits"] = max(0.0, statistics.fmean(one.step_s for one in found) - busy["trainer"])
+    return [StageSeconds(stage, seconds, simulated.get(stage, 0.0)) for stage, seconds in measured.items()]
+
+
+def _difference(stages: Sequence[StageSeconds], error: float | None) -> str:
+    """Return the stage that explains most of the difference between a run and its simulation."""
+    if error is None or abs(error) <= _EXACT:
+        return ""
+    said = f"the simulated update is {abs(error):.1%} {'longer' if error > 0 else 'shorter'} than the run's"
+    if not stages:
+        return f"{said}; the run has no timeline to compare its stages with"
+    sign = 1 if error > 0 else -1
+    largest = max(stages, key=lambda one: (one.stage != "waits", sign * (one.simulated_s - one.measured_s)))
+    seconds = f"{largest.simulated_s:.3g} s simulated, {largest.measured_s:.3g} s measured"
+    waits = next(one for one in stages if one.stage == "waits")
+    if sign * (largest.simulated_s - largest.measured_s) < abs(waits.simulated_s - waits.measured_s) / 2:
+        seconds = f"{waits.simulated_s:.3g} s simulated, {waits.measured_s:.3g} s measured"
+        return f"{said}: no stage takes that much longer, the trainer's waits do: {seconds}"
+    return f"{said}: {largest.stage} differs most: {seconds}"
 
 
 def measured_step(config: Config, finished: Sequence[float]) -> tuple[float | None, int]:
@@ -231,18 +288,21 @@ def _enough(config: Config, updates: int) -> int:
     return updates + 2 * (config.staleness.max_updates + 1)
 
 
-def _load(config: Config, bundle: int) -> float:
+def _load(config: Config, bundle: int, validation: int, rejected: float) -> float:
     """Return how many bundles take as long to simulate as an update."""
-    samples = config.trainer.groups_per_update * config.rollout.group_size
+    samples = config.trainer.groups_per_update * config.rollout.group_size / (1 - rejected)
+    samples += validation / config.validation.every if config.validation is not None else 0
     return samples / bundle + (config.rollout.workers + config.reward.workers) * _OF_WORKER
 
 
-def _caveats(config: Config, profile: Profile, took: float | None, devices: float | None) -> list[str]:
+def _caveats(config: Config, profile: Profile, took: float | None, devices: float | None, validation: int) -> list[str]:
     said = list(not_measured(config, profile))
     if took is None:
         said.append("there is no steady part of a run to compare with, so the error of the simulation is not in +-")
-    elif config.validation is not None:
+    elif config.validation is not None and not validation:
         said.append("validation rounds and checkpoints are in what the run took, and not simulated")
+    else:
+        said.append("checkpoints are in what the run took, and not simulated")
     if devices is not None and devices < num_devices(config):
         said.append(
             f"the roles share {devices:g} CPUs and ask for {num_devices(config):g}: workers that have none of their own"

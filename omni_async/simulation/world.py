@@ -6,6 +6,7 @@ Meters measure roles and buffers in the steady part of the run.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -20,8 +21,10 @@ from omni_async.performance.profile import Profile
 from omni_async.roles.plan import Plan
 from omni_async.simulation.result import Occupancy
 from omni_async.simulation.virtual_time import VirtualTimeLoop
+from omni_async.types import Score, ScoreJob
 
 T = TypeVar("T")
+_SCORE = Score(0.0)
 
 
 def digest_of(version: int) -> str:
@@ -104,7 +107,8 @@ class World:
     """The state of one simulation.
 
     `bundle`: samples that are simulated as one; `config` counts in bundles, service times in samples. `shared` is None
-    if every role has its own devices; `outage` is None without one."""
+    if every role has its own devices; `outage` is None without one. `rejected`: share of the groups whose samples all
+    get the same reward."""
 
     config: Config
     profile: Profile
@@ -116,6 +120,7 @@ class World:
     bundle: int
     shared: SharedDevices | None
     outage: Outage | None
+    rejected: float
 
     taken: int = 0
 
@@ -128,6 +133,12 @@ class World:
         released = self.config.trainer.groups_per_update * (self.coordinator.versions.held or 0)
         self.meters.reserved["replay"].set(admitted - self.taken)
         self.meters.reserved["slots"].set(admitted - released)
+
+    def score(self, job: ScoreJob) -> Score:
+        """Return a reward, which has no influence on any time but by the rejection of its group."""
+        if not self.rejected or random.Random(f"{self.seed}/rejected/{job.group}").random() < self.rejected:
+            return _SCORE
+        return Score(float(job.sample))
 
     def draws(self, name: str) -> Draws:
         if self.outage is None:

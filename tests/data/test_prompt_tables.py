@@ -123,10 +123,19 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "nowhere.csv": (lambda path: None, "no such file: {path}"),
     "empty": (Path.mkdir, "it is a folder, not a file; expected a saved dataset, metadata.jsonl, media with captions"),
     "text.csv": (texts("text,n\na cat,1\n"), "got text, n; name its column, as data.columns.prompt=text"),
+    "empty_cell.csv": (texts("n,prompt\n1,a cat\n2,\n"), "{path}:3: the prompt is empty; write its text, or remove"),
+    "null.parquet": (
+        lambda path: pq.write_table(pa.table({"prompt": ["a cat", None], "n": [1, 2]}), path),
+        "{path}: row 1: the prompt is empty; write its text, or remove the row",
+    ),
+    "number.json": (
+        texts('["a cat", 7]'),
+        '{path}: row 1: expected a text, or an object such as {{"prompt": "a cat"}}, got 7',
+    ),
     "semicolons.csv": (texts("prompt;n\na cat;1\n"), "got prompt;n; name its column, as data.columns.prompt="),
     "open.csv": (texts('prompt\n"a cat\n'), 'a cell with a quotation mark is quoted: "a ""b"""'),
     "lines.json": (texts(JSONL), "objects without a list around them are .jsonl"),
-    "object.json": (texts('{"prompt": ["a"]}'), "expected a list of objects or of prompts, got a JSON dict"),
+    "object.json": (texts('{"prompt": ["a"]}'), "or of prompts, got a JSON dict; put the rows into [ ]"),
     "twice.json": (texts('[{"prompt": "a", "prompt": "b"}]'), "key 'prompt' given twice"),
     "no.parquet": (texts(b"PAR1"), "cannot be read as parquet"),
     "no.arrow": (texts(b"ARROW1\0\0" + b"x" * 90), "cannot be read as Arrow"),
@@ -231,7 +240,7 @@ def test_an_embedded_image_that_is_none_is_refused(tmp_path):
 
 def test_a_wrong_line_is_reported_with_the_one_that_ends_the_file(tmp_path):
     (tmp_path / "p.csv").write_text('prompt,n\n"",1\n"a cat\n')
-    with pytest.raises(ConfigError, match=r"p\.csv:2: expected an object .*; .*p\.csv:3: no CSV: "):
+    with pytest.raises(ConfigError, match=r"p\.csv:2: the prompt is empty; .*; .*p\.csv:3: no CSV: "):
         load(tmp_path / "p.csv")
 
 

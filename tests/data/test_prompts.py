@@ -52,7 +52,14 @@ def test_a_json_line_has_a_prompt_a_target_and_whatever_else(tmp_path):
     assert rest[0].metadata.keys() == {"note"} and rest[1].metadata == {"of": {"a": {"a": 1}}}
 
 
-NO_PROMPTS = ('["a cat"]', '{"text": "a cat"}', '{"prompt": ""}', '{"prompt": 7}')
+NO_PROMPTS = {
+    '["a cat"]': 'expected an object such as {"prompt": "a cat"}, got ["a cat"]',
+    "{}": 'the row is empty; expected an object such as {"prompt": "a cat"}',
+    '{"text": "a cat"}': "expected a field `prompt`, got text; name its column, as data.columns.prompt=text",
+    '{"prompt": ""}': "the prompt is empty; write its text, or remove the row",
+    '{"prompt": null}': "the prompt is empty; write its text, or remove the row",
+    '{"prompt": 7}': "prompt: expected a string, got 7; write it in quotation marks",
+}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +67,7 @@ NO_PROMPTS = ('["a cat"]', '{"text": "a cat"}', '{"prompt": ""}', '{"prompt": 7}
     [
         ('{"prompt": "a cat"', "not valid JSON"),
         ("a cat", "not valid JSON"),
-        *((line, 'expected an object with a non-empty string "prompt"') for line in NO_PROMPTS),
+        *NO_PROMPTS.items(),
         ('{"prompt": "x", "target": 7}', "target: expected a string, got 7"),
         ("[" * 100_000, "not valid JSON: nested more than 50 levels deep"),
         (nested(900), "nested more than 50 levels deep"),
@@ -117,10 +124,9 @@ def test_all_wrong_lines_are_named_at_once_ten_at_most(tmp_path):
     lines[2] = '{"prompt": "a cat'
     said = refusal(tmp_path, "\n".join(lines), "p.jsonl")
     path = tmp_path / "p.jsonl"
-    assert said.startswith(
-        f'data.prompts: {path}:2: expected an object with a non-empty string "prompt"; line 3: not v'
-    )
-    assert said.endswith('; line 18: expected an object with a non-empty string "prompt"; and 6 more')
+    why = NO_PROMPTS['{"prompt": ""}']
+    assert said.startswith(f"data.prompts: {path}:2: {why}; line 3: not v")
+    assert said.endswith(f"; line 18: {why}; and 6 more")
 
 
 def test_a_million_prompts_are_read_in_seconds(tmp_path):

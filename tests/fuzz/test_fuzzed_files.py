@@ -179,7 +179,7 @@ def test_a_report_of_any_result(tmp_path, capsys, data):
     errors = capsys.readouterr().err
     assert code in (0, 1, 2) and "Traceback" not in errors and len(errors.splitlines()) == (code == 2)
     assert {name.split("/")[0] for name in listing(tmp_path)} == {"overlap"}
-    assert set(listing(folder)) <= {"overlap.json", "overlap.md", "overlap.png"}
+    assert set(listing(folder)) <= {"overlap.json", "overlap.html", "overlap.md", "overlap.png"}
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -36,14 +36,16 @@ A recipe with `emulation` replays a profile on emulated devices (--profile repla
 other recipe really generates and trains. Arms that a recipe rules out are skipped, with the reason. Step times leave
 out the first max(2, S + 2) and the last S updates of a run.
 
-The table has, per arm: seconds per update (median and quartiles over the repeats), the law's and the simulator's
-prediction, images/s over all devices, speed-ups, the parts of the trainer's time, how busy each role was, and the
-staleness of trained samples. The law uses the profile of emulated devices; otherwise it uses the service times measured
-in the sync arm.
+The output begins with the answer: the seconds per update that the fastest arm saves over sync, and their causes, such
+as generation overlapped with training. The causes sum to the measured difference; time without an active role is a
+cause. The table has, per arm: seconds per update (median and quartiles over the repeats), the law's and the simulator's
+prediction, images/s over all devices (not for scaled time), speed-ups, the parts of the trainer's time, how busy each
+role was, and the staleness of trained samples. The law uses the profile of emulated devices; otherwise it uses the
+service times measured in the sync arm.
 
-OUT gets overlap.json (everything, each run's numbers included), overlap.md, overlap.png and runs/. Ctrl-C keeps
-finished runs, and the same command resumes with the rest. Exit codes: 0 done, 1 a run failed, 2 wrong
-configuration or usage, 130 interrupted.
+OUT gets overlap.json (everything, each run's numbers included), overlap.html (one file that opens offline), overlap.md,
+overlap.png and runs/. Ctrl-C keeps finished runs, and the same command resumes with the rest. Exit codes: 0 done, 1 a
+run failed, 2 wrong configuration or usage, 130 interrupted.
 """
 
 
@@ -93,7 +95,7 @@ def add_bench(commands: Any) -> None:
     add(
         "--report",
         action="store_true",
-        help="run nothing: show an earlier result again, and write its table and figure into --out or its folder",
+        help="run nothing: show an earlier result again, and write its page, table and figure into --out or its folder",
     )
 
 
@@ -147,7 +149,8 @@ def bench(options: argparse.Namespace) -> int:
     show(overlap, console)
     figure = ", overlap.png" if any(arm.measured for arm in overlap.arms) else ""
     results = "" if options.report else "overlap.json, "
-    console.print(f"wrote {results}overlap.md{figure} in {folder}", markup=False, highlight=False, soft_wrap=True)
+    written = f"wrote {results}overlap.md, overlap.html{figure} in {folder}; open overlap.html in a browser"
+    console.print(written, markup=False, highlight=False, soft_wrap=True)
     return 1 if overlap.failed else 0
 
 

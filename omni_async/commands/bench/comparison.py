@@ -1,9 +1,9 @@
-"""Compares the runs of every arm: medians over repeats, predictions next to them, speed-ups and their parts."""
+"""Compares the runs of every arm: medians over repeats, predictions, seconds saved per update and their causes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import msgspec
 
@@ -22,24 +22,46 @@ CATEGORIES = {
     "weights": "waiting for weights",
     "idle": "idle",
 }
-# Category -> the name of the gain if it shrinks.
-_GAINS = CATEGORIES | {
-    "generation": "generation overlapped",
-    "tail": "tail",
-    "reward": "reward wait",
-    "weights": "weight-sync drain",
-    "switch": "switching",
+# Category -> the cause of seconds saved if it shrinks.
+CAUSES = CATEGORIES | {
+    "generation": "generation overlapped with training",
+    "tail": "tail of generation overlapped",
+    "reward": "scoring overlapped",
+    "weights": "weight transfer overlapped",
+    "switch": "devices changing hands less often",
+    "idle": "not attributed: no role was active",
 }
+# Categories that are waits of the trainer for a role that is active.
+WAITS = ("generation", "tail", "switch", "reward", "weights")
 
 
-class Speedup(msgspec.Struct, frozen=True):
-    """A speed-up over a baseline: `ratio` of the step times of the same round, over rounds.
+class Cause(msgspec.Struct, frozen=True):
+    """Seconds per update of one category in the baseline and in the arm; `saved_s` < 0 if the arm needs more."""
 
-    `shares`: category -> its part of the seconds saved."""
+    category: str
+    name: str
+    before_s: float
+    after_s: float
+    saved_s: float
 
+
+class Speedup(msgspec.Struct, frozen=True, kw_only=True):
+    """The seconds per update that an arm saves over a baseline, and their causes.
+
+    - `arm`, `baseline`: their names.
+    - `ratio`, `saved_s`: of the step times of the same round, over the `rounds` that both finished.
+    - `round`: the round with the median ratio (the lower of two); `before_s`, `after_s` and `causes` are this round's.
+    - `causes`: a cause per category; their `saved_s` sum to before_s - after_s."""
+
+    arm: str
+    baseline: str
     ratio: Spread
-    shares: dict[str, float]
-    words: str
+    saved_s: Spread
+    rounds: int
+    round: int
+    before_s: float
+    after_s: float
+    causes: list[Cause]
 
 
 class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,42 +137,50 @@ def _summary(arm: ArmRecord, others: dict[str, ArmRecord]) -> ArmSummary:
 
 
 def _speedup(arm: ArmRecord, baseline: ArmRecord, rounds: Collection[int]) -> Speedup:
-    ratio = spread([baseline.measured[number].step_s / arm.measured[number].step_s for number in sorted(rounds)])
-    before, after = median_run(baseline).attribution, median_run(arm).attribution
-    return Speedup(ratio, differences(before, after), in_words(ratio.median, baseline.name, before, after))
+    pairs = {number: (baseline.measured[number], arm.measured[number]) for number in rounds}
+    ratios = {number: before.step_s / after.step_s for number, (before, after) in pairs.items()}
+    shown = sorted(ratios, key=lambda number: (ratios[number], number))[(len(ratios) - 1) // 2]
+    before, after = pairs[shown]
+    return Speedup(
+        arm=arm.name,
+        baseline=baseline.name,
+        ratio=spread([*ratios.values()]),
+        saved_s=spread([before.step_s - after.step_s for before, after in pairs.values()]),
+        rounds=len(pairs),
+        round=shown,
+        before_s=before.step_s,
+        after_s=after.step_s,
+        causes=causes(before, after),
+    )
 
 
-def fastest(summaries: dict[str, ArmSummary]) -> ArmSummary | None:
-    """Return the arm with the shortest step, baselines excluded."""
-    candidates = [summary for name, summary in summaries.items() if name not in BASELINES]
-    return min(candidates, key=lambda summary: summary.step_s.median, default=None)
+def causes(before: Measured, after: Measured) -> list[Cause]:
+    """Attribute the difference between two runs' seconds per update; the causes sum to it, largest saving first."""
+    seconds = [_attributed(run) for run in (before, after)]
+    found = []
+    for category in CATEGORIES:
+        was, remains = (own[category] for own in seconds)
+        name = CAUSES[category] if was >= remains else f"{CATEGORIES[category]}, longer"
+        found.append(Cause(category, name, was, remains, was - remains))
+    return sorted(found, key=lambda cause: -cause.saved_s)
 
 
-def differences(baseline: Mapping[str, float], arm: Mapping[str, float]) -> dict[str, float]:
-    """Return each category's share of the seconds that the arm saves; the shares sum to 1.
-
-    A negative share is a category that takes longer in the arm. Empty if both are equally fast."""
-    saved = sum(baseline.values()) - sum(arm.values())
-    if abs(saved) < 1e-9:
-        return {}
-    return {name: (baseline[name] - arm[name]) / saved for name in CATEGORIES}
+def _attributed(run: Measured) -> dict[str, float]:
+    """Return the seconds of an update by category; `idle` is all that no other category contains."""
+    rest = run.step_s - sum(run.attribution[name] for name in CATEGORIES if name != "idle")
+    return run.attribution | {"idle": rest}
 
 
-def in_words(ratio: float, baseline_name: str, baseline: Mapping[str, float], arm: Mapping[str, float]) -> str:
-    """Phrase a speed-up: `1.62x over sync: generation overlapped 60 %, reward wait 31 %, tail 9 %`.
+def answer(summaries: dict[str, ArmSummary]) -> Speedup | None:
+    """Return the speed-up of the fastest arm over the synchronous one, or over the first other baseline.
 
-    Omits shares below 1 %, and all shares if the difference is below 1 % of the baseline's step.
-
-    Args:
-        ratio: the baseline's step over the arm's.
-        baseline_name: the baseline of the comparison.
-        baseline, arm: seconds of a step, by category."""
-    text = f"{ratio:.2f}x over {baseline_name}"
-    saved = sum(baseline.values()) - sum(arm.values())
-    if abs(saved) < 0.01 * sum(baseline.values()):
-        return text
-    shares = sorted(differences(baseline, arm).items(), key=lambda item: -abs(item[1]))
-    parts = [f"{_GAINS[name]} {share:.0%}".replace("%", " %") for name, share in shares if abs(share) >= 0.01]
-    if not parts:
-        return text
-    return f"{text}: {', '.join(parts)}" if saved > 0 else f"{text}; of what it loses: {', '.join(parts)}"
+    A baseline is the arm only if no other arm shares a round with a baseline. None without two arms to compare."""
+    candidates = [
+        (name in BASELINES, BASELINES.index(base), arm.step_s.median, name, base)
+        for name, arm in summaries.items()
+        for base in arm.speedups
+    ]
+    if not candidates:
+        return None
+    *_, name, base = min(candidates)
+    return summaries[name].speedups[base]

@@ -18,8 +18,9 @@ import msgspec
 import rich.console
 from msgspec.structs import replace
 
-from omni_async.commands.bench.comparison import compare, median_run
+from omni_async.commands.bench.comparison import answer, compare, median_run
 from omni_async.commands.bench.measure import NotMeasurableError, measure, run_profile
+from omni_async.commands.bench.page import page
 from omni_async.commands.bench.plan import (
     DEFAULT_ARMS,
     Job,
@@ -79,7 +80,7 @@ def run_overlap(
     train: Train | None = None,
     simulator: Simulator | None = None,
 ) -> Overlap:
-    """Run all incomplete runs in `out`, and write `overlap.json`, `overlap.md` and `overlap.png` there.
+    """Run all incomplete runs in `out`, and write `overlap.json`, `.html`, `.md` and `.png` there.
 
     Args:
         recipe: the recipe that every arm runs.
@@ -120,7 +121,8 @@ def run_overlap(
         if emulated is None:
             overlap = _with_measured_law(plan, overlap, simulator, progress)
     out.mkdir(parents=True, exist_ok=True)
-    write_overlap(out, overlap, list(compare(overlap).values()))
+    summaries = compare(overlap)
+    write_overlap(out, overlap, list(summaries.values()), answer(summaries))
     write_report(out, overlap)
     if interrupted is not None:
         raise interrupted
@@ -128,9 +130,12 @@ def run_overlap(
 
 
 def write_report(out: Path, overlap: Overlap) -> None:
-    """Write overlap.md and, if anything was measured, overlap.png. Raises OSError if they cannot be written."""
+    """Write overlap.md, overlap.html and, if anything was measured, overlap.png.
+
+    Raises OSError if they cannot be written."""
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / "overlap.md", markdown(overlap).encode())
+    write_atomic(out / "overlap.html", page(overlap).encode(errors="replace"))
     if compare(overlap):
         from omni_async.commands.bench.figure import draw
 

@@ -88,10 +88,7 @@ class Progress:
             self.print_line(f"{position}: FAILED: {record.reason}")
         else:
             took = "complete already" if seconds is None else f"in {seconds:.0f} s"
-            self.print_line(
-                f"{position}: {record.measured.step_s:.3g} s per update, {record.measured.images_per_s:.3g} images/s,"
-                f" {took}{self._left()}"
-            )
+            self.print_line(f"{position}: {record.measured.step_s:.3g} s per update, {took}{self._left()}")
 
     def _left(self) -> str:
         elapsed, left = f"; elapsed {_clock(time.monotonic() - self._began)}", self._total - self._ended

@@ -154,14 +154,15 @@ class Overlap(msgspec.Struct, frozen=True, kw_only=True):
         return any(arm.failures for arm in self.arms)
 
 
-def write_overlap(folder: Path, overlap: Overlap, summary: object) -> None:
+def write_overlap(folder: Path, overlap: Overlap, summary: object, answer: object) -> None:
     """Write the result.
 
     Args:
         folder: the folder for `overlap.json`.
         overlap: the raw numbers, which `read_overlap` returns.
-        summary: the table's numbers, written to the same file for other readers; `read_overlap` ignores it."""
-    content = msgspec.to_builtins(overlap) | {"summary": msgspec.to_builtins(summary)}
+        summary: the table's numbers, written to the same file for other readers; `read_overlap` ignores them.
+        answer: the numbers of the saving that is shown first, likewise; None without a comparison."""
+    content = msgspec.to_builtins(overlap) | msgspec.to_builtins({"summary": summary, "answer": answer})
     write_atomic(folder / FILE_NAME, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
 
 

@@ -1,8 +1,11 @@
-"""Formats the benchmark's one table, a column per arm and a row per number, as markdown or for a terminal."""
+"""Formats the benchmark as markdown or for a terminal: the answer first, then a column per arm and a row per number.
+
+The answer is the fastest arm's seconds saved per update, by cause."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from omni_async.commands.bench.comparison import CATEGORIES, ArmSummary, compare, fastest
+from omni_async.commands.bench.comparison import CATEGORIES, WAITS, ArmSummary, Speedup, answer, compare
 from omni_async.commands.bench.plan import BASELINES
 from omni_async.commands.bench.result import Overlap
 from omni_async.commands.command_line import as_markdown
@@ -27,6 +30,7 @@ _STAGES = {
 }
 _NOTHING = "-"
 _NEGLIGIBLE = 1e-4  # of a step
+_WORTH_A_WORD = 0.01  # of a step
 
 
 @dataclass(frozen=True)
@@ -44,14 +48,12 @@ def sections(overlap: Overlap) -> list[Section]:
     An arm without a number has `failed`, `skipped` or `not run` in the first row."""
     summaries, scale = compare(overlap), overlap.time_scale
     step: dict[str, Cell] = {"median": lambda s: number(s.step_s.median), "quartiles": _quartiles}
-    throughput: dict[str, Cell] = {
-        "all devices": lambda s: number(s.images_per_s.median),
-        "devices": lambda s: f"{s.devices:g}",
-        "per device": lambda s: number(s.images_per_s_per_device.median),
-    }
-    if scale != 1:
+    throughput: dict[str, Cell] = {}
+    if scale == 1:
+        throughput["all devices"] = lambda s: number(s.images_per_s.median)
+        throughput["per device"] = lambda s: number(s.images_per_s_per_device.median)
+    else:  # such images per second exist neither here nor on the emulated devices
         step["in the profile's time"] = lambda s: number(s.step_s.median / scale)
-        throughput["per device, in the profile's time"] = lambda s: number(s.images_per_s_per_device.median * scale)
     step |= {
         "law": lambda s: number(s.law_s),
         "bound fraction": lambda s: number(s.bound_fraction),
@@ -76,6 +78,7 @@ def sections(overlap: Overlap) -> list[Section]:
     titled: dict[str, Iterable[tuple[str, Cell]]] = {
         "seconds per update": step.items(),
         "images/s": throughput.items(),
+        "devices": [("all roles", lambda s: f"{s.devices:g}")],
         "speed-up over": speedups,
         "where the seconds go": [(text, partial(_category, name)) for name, text in CATEGORIES.items()],
         "device-seconds (variation)": [(text, partial(_stage, name)) for name, text in _STAGES.items()],
@@ -98,14 +101,80 @@ def sections(overlap: Overlap) -> list[Section]:
     return [section for section in found if section.rows]
 
 
-def notes(overlap: Overlap) -> Iterator[str]:
-    """Yield notes for the table: speed-ups attributed, failed and skipped arms, the law, the machine."""
+def headline(overlap: Overlap) -> str:
+    """Return the answer in one sentence: what the fastest arm saves, against which arm."""
     summaries = compare(overlap)
-    best = fastest(summaries)
+    found = answer(summaries)
+    if found is not None:
+        return saving(found)
+    measured = ", ".join(summaries) or "no arm"
+    return f"No comparison: it needs a round with finished runs of sync and of another arm; measured: {measured}"
+
+
+def saving(found: Speedup) -> str:
+    """Return the seconds per update that an arm saves, or needs more, as a sentence."""
+    before, after, saved = rounded([found.before_s, found.after_s, abs(found.before_s - found.after_s)])
+    took = f"{after} s in place of {before} s, {found.before_s / found.after_s:.2f} times as fast"
+    if found.before_s < found.after_s:
+        return f"{found.arm} needs {saved} s per update more than {found.baseline}: {took}"
+    return f"{found.arm} saves {saved} s per update over {found.baseline}: {took}"
+
+
+def details(overlap: Overlap) -> Iterator[str]:
+    """Yield sentences about the answer: its rounds, what the trainer still waits for, and emulated time."""
+    found = answer(compare(overlap))
+    if found is None:
+        return
+    yield still_waits(found)
+    if found.rounds > 1:
+        low, high = rounded([found.saved_s.low, found.saved_s.high])
+        yield (
+            f"These are the seconds of round {found.round + 1}, which has the median speed-up of {found.rounds} rounds;"
+            f" quartiles of the saving: {low} to {high} s"
+        )
+    else:
+        yield "This is one round; more (--repeats) show how much the saving varies"
+    if overlap.time_scale != 1:
+        yield f"Devices are emulated: a second of the profile takes {overlap.time_scale:g} s here"
+
+
+def still_waits(found: Speedup) -> str:
+    """Return a sentence about the waits of the trainer that remain in the arm."""
+    left = [one for one in found.causes if one.category in WAITS and one.after_s >= _NEGLIGIBLE * found.after_s]
+    if not left:
+        return f"The trainer of {found.arm} waits for no active role"
+    _, total, *each = rounded([found.before_s, sum(one.after_s for one in left), *(one.after_s for one in left)])
+    parts = ", ".join(f"{CATEGORIES[one.category]} {seconds} s" for one, seconds in zip(left, each, strict=True))
+    return f"The trainer of {found.arm} still waits {total} s per update: {parts}"
+
+
+def cause_rows(found: Speedup) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of the answer's table; causes without seconds in either arm are omitted."""
+    least = _NEGLIGIBLE * found.before_s
+    shown = [one for one in found.causes if max(one.before_s, one.after_s, abs(one.saved_s)) >= least]
+    seconds = [(one.before_s, one.after_s, one.saved_s) for one in shown]
+    seconds.append((found.before_s, found.after_s, found.before_s - found.after_s))
+    names = [*(one.name for one in shown), "the update"]
+    cells = rounded([value for row in seconds for value in row])
+    rows = [[name, *cells[3 * number : 3 * number + 3]] for number, name in enumerate(names)]
+    return ["seconds per update", found.baseline, found.arm, "saved"], rows
+
+
+def _causes_in_words(found: Speedup) -> str:
+    """Return the causes of at least 1 % of the baseline's update: `generation overlapped with training 3 s, ...`."""
+    large = [one for one in found.causes if abs(one.saved_s) >= _WORTH_A_WORD * found.before_s]
+    seconds = rounded([abs(one.saved_s) for one in large])
+    return ", ".join(f"{one.name} {text} s" for one, text in zip(large, seconds, strict=True))
+
+
+def notes(overlap: Overlap) -> Iterator[str]:
+    """Yield notes for the table: savings over every baseline, failed and skipped arms, the law, the machine."""
+    summaries = compare(overlap)
+    best = answer(summaries)
     for summary in summaries.values():
-        for base, speedup in summary.speedups.items():
-            if base == "sync" or summary is best:
-                yield f"{summary.name} is {speedup.words}"
+        for base, found in summary.speedups.items():
+            if base == "sync" or (best is not None and best.arm == summary.name):
+                yield "; ".join(filter(None, [saving(found), _causes_in_words(found)]))
     for arm in overlap.arms:
         if arm.skipped:
             yield f"{arm.name}: skipped: {arm.skipped}"
@@ -121,31 +190,48 @@ def notes(overlap: Overlap) -> Iterator[str]:
 
 
 def markdown(overlap: Overlap) -> str:
-    """Return the table, aligned for reading as plain text, with the notes as a list below it."""
-    lines = [["", *(as_markdown(arm.name) for arm in overlap.arms)]]
+    """Return the answer, the table and its notes, aligned for reading as plain text."""
+    lines = [f"**{as_markdown(headline(overlap))}**", ""]
+    if (found := answer(compare(overlap))) is not None:
+        header, rows = cause_rows(found)
+        lines += _aligned([header, *rows])
+        lines += ["", *(f"- {as_markdown(detail)}" for detail in details(overlap)), ""]
+    table = [["", *(arm.name for arm in overlap.arms)]]
     for section in sections(overlap):
-        lines.append([f"**{section.title}**", *("" for _ in overlap.arms)])
-        lines += [[label, *cells] for label, cells in section.rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    text = [_line(line, widths) for line in lines]
+        table.append([f"**{section.title}**", *("" for _ in overlap.arms)])
+        table += [[label, *cells] for label, cells in section.rows]
+    return "\n".join([*lines, *_aligned(table), "", *(f"- {as_markdown(note)}" for note in notes(overlap)), ""])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a markdown table: its first row is the header, and all columns but the first are numbers."""
+    rows = [[as_markdown(cell) for cell in rows[0]], *rows[1:]]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    text = [_line(row, widths) for row in rows]
     rule = "|" + "|".join(f"{'-' * (width + 1)}{':' if column else '-'}" for column, width in enumerate(widths)) + "|"
-    return "\n".join([text[0], rule, *text[1:], "", *(f"- {as_markdown(note)}" for note in notes(overlap)), ""])
+    return [text[0], rule, *text[1:]]
 
 
-def _line(cells: list[str], widths: list[int]) -> str:
+def _line(cells: Sequence[str], widths: list[int]) -> str:
     label, *numbers = zip(cells, widths, strict=True)
     return f"| {' | '.join([label[0].ljust(label[1]), *(cell.rjust(width) for cell, width in numbers)])} |"
 
 
 def show(overlap: Overlap, console: Console) -> None:
-    """Print a table on a terminal, the markdown on a pipe."""
+    """Print the answer and the tables on a terminal, the markdown on a pipe."""
     if not console.is_terminal:
         console.print(markdown(overlap), markup=False, highlight=False, soft_wrap=True)
         return
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column("")
-    for arm in overlap.arms:
-        table.add_column(arm.name, justify="right")
+    console.print(Text(one_line(headline(overlap)), style="bold"), soft_wrap=True)
+    if (found := answer(compare(overlap))) is not None:
+        header, rows = cause_rows(found)
+        causes = _table(header)
+        for label, *cells in rows:
+            causes.add_row(Text(label), *(Text(cell) for cell in cells))
+        console.print(causes)
+        for detail in details(overlap):
+            console.print(one_line(detail), markup=False, highlight=False, soft_wrap=True)
+    table = _table(["", *(arm.name for arm in overlap.arms)])
     for section in sections(overlap):
         table.add_row(Text(section.title, style="bold"))
         for label, cells in section.rows:
@@ -155,6 +241,14 @@ def show(overlap: Overlap, console: Console) -> None:
         console.print(one_line(note), markup=False, highlight=False, soft_wrap=True)
 
 
+def _table(header: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column(Text(header[0]))
+    for name in header[1:]:
+        table.add_column(Text(name), justify="right")
+    return table
+
+
 def number(value: float | None) -> str:
     """Format a number with three significant digits."""
     if value is None:
@@ -162,6 +256,13 @@ def number(value: float | None) -> str:
     if abs(value) >= 1000:
         return f"{value:.0f}"
     return f"{value:.3g}" if abs(value) >= 0.001 or value == 0 else f"{value:.1e}"
+
+
+def rounded(values: Sequence[float]) -> list[str]:
+    """Format numbers with equally many decimals, so that they can be added: the largest has three digits."""
+    largest = max(map(abs, values), default=0.0)
+    decimals = max(0, 2 - math.floor(math.log10(largest))) if 0 < largest < math.inf else 0
+    return [f"{round(value, decimals) + 0.0:.{decimals}f}" for value in values]  # no -0.0
 
 
 def percent(value: float | None, signed: bool = False) -> str:

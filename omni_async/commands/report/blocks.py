@@ -128,6 +128,24 @@ class Gains(msgspec.Struct, frozen=True, tag="gains", tag_field="kind"):
     items: list[Gain]
 
 
+class Stack(msgspec.Struct, frozen=True):
+    """One bar; `values` in the order of the parts."""
+
+    name: str
+    values: list[float]
+
+
+class Stacks(msgspec.Struct, frozen=True, tag="stacks", tag_field="kind"):
+    """Bars of several parts on one scale. `parts`: name and colour of each, as in `Series`."""
+
+    id: str
+    title: str
+    hint: str
+    unit: str
+    parts: list[tuple[str, int | str]]
+    items: list[Stack]
+
+
 class Frame(msgspec.Struct, frozen=True):
     """A sample's medium at one version. `src`: a data URI, an address of the live page, or empty for no medium."""
 
@@ -177,7 +195,7 @@ class Details(msgspec.Struct, frozen=True, tag="details", tag_field="kind"):
     blocks: list[Chart | Table | Text]
 
 
-Block = Chart | Table | Facts | Text | Commands | Gains | Samples | Lanes | Details
+Block = Chart | Table | Facts | Text | Commands | Gains | Stacks | Samples | Lanes | Details
 
 
 class Tab(msgspec.Struct, frozen=True):

@@ -31,7 +31,8 @@ def _one(one: Shown) -> list[Block]:
         found = _answer(one.run.path, one.run.profile.stat().st_mtime_ns)
     except (ConfigError, OSError) as error:
         return [Text(f"Nothing can be predicted: {error}.", "nothing")]
-    said = [f"Not simulated: {caveat}." for caveat in found.caveats]
+    said = [f"{found.difference[0].upper()}{found.difference[1:]}."] if found.difference else []
+    said += [f"Not simulated: {caveat}." for caveat in found.caveats]
     said += [f"Left out: {left.name}: {left.reason}." for left in found.left_out]
     return [Text(_sentence(found)), _gains(found), _table(found), Text(" ".join(said), "nothing")]
 
@@ -40,7 +41,7 @@ def _one(one: Shown) -> list[Block]:
 def _answer(folder: Path, written: int) -> WhatIf:
     """Simulate, which takes seconds, once for a profile: `written` is the modification time of its file."""
     run = read_measured(folder)
-    return what_if(run.config, run.profile, run.finished, devices=run.devices, most=_MOST_SIMULATED)
+    return what_if(*run[:3], **run.comparison, most=_MOST_SIMULATED)
 
 
 def _sentence(found: WhatIf) -> str:

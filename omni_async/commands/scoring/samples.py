@@ -170,7 +170,7 @@ def _of_row(folder: Path, where: str, row: dict[str, Any], images_in: Sequence[P
     files = {part: _named(folder, name, f"{where}: {part}") for part, name in named.items()}
     more = row.pop("metadata", {})
     if not isinstance(more, dict):
-        raise ConfigError(f"{where}: metadata: expected an object, got {repr(more)[:200]}")
+        raise ConfigError(f'{where}: metadata: expected an object such as {{"n": 1}}, got {repr(more)[:200]}')
     if clash := sorted({*more} & {*row, "prompt", "target", "image", "images"}):
         raise ConfigError(f"{where}: metadata: {clash[0]!r} is a column of the table, too")
     prompt = prompt_of(0, {**row, **more}, where)

@@ -1,4 +1,4 @@
-"""Tests a run's numbers from the folder it left: each moment of the trainer in one category, and speed-ups in words."""
+"""Tests a run's numbers from the folder it left: each moment of the trainer in one category, and savings by cause."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from omni_async.commands.bench.comparison import CATEGORIES, differences, in_words
+from omni_async.commands.bench.comparison import CATEGORIES, causes
 from omni_async.commands.bench.measure import NotMeasurableError, attribute, measure, run_profile, steady_part
+from omni_async.commands.bench.result import Measured
 from omni_async.config import ConfigError, load
 from omni_async.runtime.preflight.check import preflight
 from omni_async.types import Span
@@ -145,19 +147,32 @@ def seconds(**given: float) -> dict[str, float]:
     return {**dict.fromkeys(CATEGORIES, 0.0), **given}
 
 
-def test_shares_of_a_speed_up_sum_to_one_and_name_what_grew():
-    before = seconds(training=4.0, generation=3.0, reward=2.0, weights=1.0)
-    after = seconds(training=4.5, reward=0.5)
-    shares = differences(before, after)
-    assert shares == pytest.approx(seconds(training=-0.1, generation=0.6, reward=0.3, weights=0.2))
-    assert sum(shares.values()) == pytest.approx(1)
-    words = "generation overlapped 60 %, reward wait 30 %, weight-sync drain 20 %, training -10 %"
-    assert in_words(2.0, "sync", before, after) == f"2.00x over sync: {words}"
+def run_of(**attributed: float) -> Measured:
+    spent = seconds(**attributed)
+    step = sum(spent.values())
+    named = {"updates": 1, "step_s": step, "steps_s": (step,), "images_per_s": 1.0, "images_per_s_per_device": 1.0}
+    shown = {"stages": {}, "busy": {}, "staleness": {}, "peak_memory_bytes": None}
+    return Measured(**named, **shown, attribution=spent)
 
 
-def test_a_slower_arm_says_what_it_loses_by_and_what_is_next_to_nothing_is_not_taken_apart():
-    before, after = seconds(training=4.0), seconds(training=4.0, tail=1.0)
-    assert in_words(0.8, "sync", before, after) == "0.80x over sync; of what it loses: tail 100 %"
-    assert in_words(1.0, "sync", seconds(training=4.0, idle=0.03), before) == "1.00x over sync"
-    assert differences(before, before) == {}
-    assert in_words(1.0, "sync", before, before) == "1.00x over sync"
+def test_causes_of_a_saving_sum_to_it_and_name_what_grew():
+    before = run_of(training=4.0, generation=3.0, reward=2.0, weights=1.0)
+    after = run_of(training=4.5, reward=0.5, idle=0.25)
+    found = causes(before, after)
+    assert {one.category: one.saved_s for one in found} == pytest.approx(
+        seconds(training=-0.5, generation=3.0, reward=1.5, weights=1.0, idle=-0.25)
+    )
+    assert sum(one.saved_s for one in found) == pytest.approx(before.step_s - after.step_s)
+    assert [one.name for one in found if one.saved_s > 0] == [
+        "generation overlapped with training",
+        "scoring overlapped",
+        "weight transfer overlapped",
+    ]
+    assert [one.name for one in found if one.saved_s < 0] == ["idle, longer", "training, longer"]
+
+
+def test_seconds_without_a_category_are_a_cause_of_their_own():
+    before, after = run_of(training=4.0, generation=3.0), run_of(training=4.0)
+    found = causes(replace(before, step_s=7.75), after)
+    assert found[1].name == "not attributed: no role was active" and found[1].saved_s == pytest.approx(0.75)
+    assert sum(one.saved_s for one in found) == pytest.approx(3.75)

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from omni_async.commands.bench import table
-from omni_async.commands.bench.comparison import CATEGORIES, compare, fastest
+from omni_async.commands.bench.comparison import CATEGORIES, answer, compare
 from omni_async.commands.bench.figure import figure_of
 from omni_async.commands.bench.result import (
     FILE_NAME,
@@ -83,6 +83,7 @@ def test_a_cell_per_arm_and_a_word_where_there_is_no_number():
     assert found["seconds per update", "law"][:2] == ["4.5", "4.5"]
     assert found["seconds per update", "bound fraction"][:2] == ["0.562", "0.9"]
     assert found["seconds per update", "simulated / measured - 1"][:2] == ["-34.4 %", "+5.0 %"]
+    assert found["devices", "all roles"][:2] == ["4", "4"]
     assert found["images/s", "all devices"][:2] == ["4", "6.4"]
     assert found["images/s", "per device"][:2] == ["1", "1.6"]
     assert found["speed-up over", "sync"] == ["", "1.60", "", ""]
@@ -99,7 +100,8 @@ def test_a_cell_per_arm_and_a_word_where_there_is_no_number():
 def test_notes_name_speed_ups_failures_skips_and_where_the_law_is_from():
     notes = list(table.notes(RESULT))
     assert {
-        "async:1 is 1.60x over sync: generation overlapped 100 %",
+        "async:1 saves 3.00 s per update over sync: 5.00 s in place of 8.00 s, 1.60 times as fast;"
+        " generation overlapped with training 3.00 s",
         "async:1: run 2 failed: EngineError: gone",
         "async:2: run 2 failed: EngineError: gone",
         "async:4: skipped: staleness.exact: no",
@@ -108,14 +110,69 @@ def test_notes_name_speed_ups_failures_skips_and_where_the_law_is_from():
     assert any("a chip, 2 CPUs, 8 GiB; Linux; Python 3.11, ray 2.60" in note for note in notes)
 
 
-def test_speed_ups_over_other_baselines_are_noted_for_the_fastest_arm():
+def test_savings_over_other_baselines_are_noted_for_the_fastest_arm():
     steps = {"sync": 8.0, "sync_colocated": 6.0, "async:1": 5.0, "async:2": 4.5}
     overlap = result(*(arm(name, runs=runs(step)) for name, step in steps.items()))
-    assert fastest(compare(overlap)).name == "async:2"
+    found = answer(compare(overlap))
+    assert (found.arm, found.baseline) == ("async:2", "sync")
     words = " ".join(table.notes(overlap))
-    assert "async:2 is 1.33x over sync_colocated" in words
-    assert "async:1 is 1.20x over sync_colocated" not in words
-    assert "sync_colocated is 1.33x over sync" in words
+    assert "async:2 saves 1.50 s per update over sync_colocated" in words
+    assert "async:1 saves 1.00 s per update over sync_colocated" not in words
+    assert "sync_colocated saves 2.00 s per update over sync:" in words
+
+
+# ---- the answer ------------------------------------------------------------------------------------------------------
+
+
+def spent(**seconds: float) -> dict[str, float]:
+    return dict.fromkeys(CATEGORIES, 0.0) | seconds
+
+
+BEFORE = measured(8.0, attribution=spent(training=4.0, generation=2.5, reward=1.0, weights=0.375, idle=0.125))
+AFTER = measured(5.25, attribution=spent(training=4.5, generation=0.5, reward=0.125, idle=0.125))
+ANSWER = result(
+    arm("sync", runs=(RunRecord(round=0, status="done", measured=BEFORE),)),
+    arm("async:2", 2, runs=(RunRecord(round=0, status="done", measured=AFTER),)),
+)
+
+
+def test_the_answer_is_first_in_seconds_by_cause_and_its_rows_add_up():
+    lines = table.markdown(ANSWER).splitlines()
+    assert lines[0] == ("**async:2 saves 2.75 s per update over sync: 5.25 s in place of 8.00 s, 1.52 times as fast**")
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:10]]
+    assert header == ["seconds per update", "sync", "async:2", "saved"]
+    assert rows == [
+        ["generation overlapped with training", "2.50", "0.50", "2.00"],
+        ["scoring overlapped", "1.00", "0.12", "0.88"],
+        ["weight transfer overlapped", "0.38", "0.00", "0.38"],
+        ["not attributed: no role was active", "0.12", "0.12", "0.00"],
+        ["training, longer", "4.00", "4.50", "-0.50"],
+        ["the update", "8.00", "5.25", "2.75"],
+    ]
+    found = answer(compare(ANSWER))
+    assert sum(one.saved_s for one in found.causes) == found.before_s - found.after_s == 2.75
+    assert "The trainer of async:2 still waits 0.62 s per update: waiting for generation 0.50 s" in lines[11]
+    assert "%" not in "".join(lines[:12])
+
+
+def test_the_answer_is_of_the_round_with_the_median_speed_up():
+    overlap = result(arm("sync", runs=runs(8.0, 9.0, 8.5)), arm("async:2", 2, runs=runs(4.0, 4.0, 5.0)))
+    found = answer(compare(overlap))
+    assert (found.round, found.rounds, found.before_s, found.after_s) == (0, 3, 8.0, 4.0)
+    assert (found.saved_s.median, found.ratio.median) == (4.0, 2.0)
+    assert any("of round 1, which has the median speed-up of 3 rounds" in said for said in table.details(overlap))
+
+
+def test_a_slower_arm_needs_more_and_an_arm_alone_has_no_answer():
+    slower = result(arm("sync", runs=runs(8.0)), arm("async:1", 1, runs=runs(8.5)))
+    assert table.headline(slower) == (
+        "async:1 needs 0.50 s per update more than sync: 8.50 s in place of 8.00 s, 0.94 times as fast"
+    )
+    alone = result(arm("sync", runs=runs(8.0)), arm("async:2", 2, runs=(FAILED,)))
+    assert table.headline(alone).startswith("No comparison: ") and table.headline(alone).endswith("measured: sync")
+    assert list(table.details(alone)) == [] and "saved" not in table.markdown(alone)
+    other = result(arm("one_step_off", runs=runs(6.0)), arm("async:2", 2, runs=runs(4.0)))
+    assert table.headline(other).startswith("async:2 saves 2.00 s per update over one_step_off: ")
 
 
 def test_a_simulation_that_failed_is_reported_and_scaled_time_is_also_shown_in_the_profiles():
@@ -125,11 +182,12 @@ def test_a_simulation_that_failed_is_reported_and_scaled_time_is_also_shown_in_t
     found = cells(overlap)
     assert found["seconds per update", "simulated"] == ["-"]
     assert found["seconds per update", "in the profile's time"] == ["800"]
-    assert found["images/s", "per device, in the profile's time"] == ["0.01"]
+    assert "images/s" not in {title for title, _ in found}, "they are neither the machine's nor the emulated devices'"
 
 
 def test_markdown_is_one_rectangular_table_followed_by_a_list():
     lines = table.markdown(RESULT).splitlines()
+    del lines[: lines.index("- This is one round; more (--repeats) show how much the saving varies") + 1]
     rows = [line for line in lines if line.startswith("|")]
     assert len({len(row) for row in rows}) == 1
     assert all(row.count("|") == 6 for row in rows)
@@ -153,6 +211,12 @@ def test_a_pipe_gets_markdown_and_a_terminal_a_table(terminal):
     assert "async:4: skipped: staleness.exact: no" in shown
     for word in ("bound fraction", "skipped", "1.60"):
         assert word in shown
+
+
+def test_numbers_that_are_added_have_equally_many_decimals():
+    assert table.rounded([12.345, -0.001, 3.0]) == ["12.3", "0.0", "3.0"]
+    assert table.rounded([0.01234, 0.001]) == ["0.0123", "0.0010"]
+    assert table.rounded([1234.5, 1.0]) == ["1234", "1"] and table.rounded([0.0]) == ["0"]
 
 
 def test_numbers_have_three_digits():

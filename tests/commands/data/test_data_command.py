@@ -54,7 +54,7 @@ def test_what_a_run_refuses_and_what_is_probably_not_meant(capsys, folder):
     found = told(capsys, "check", "p.jsonl", code=1)
     where = f"omni-async: data.prompts: {folder}/p.jsonl"
     assert found[:4] == [
-        f'{where}:4: expected an object with a non-empty string "prompt"',
+        f"{where}:4: the prompt is empty; write its text, or remove the row",
         f"{where}:5: the prompt '\\u200b\\u2060' has only invisible characters; remove the row",
         f"{where}:8: image: no such file: 'nowhere.png'",
         f"{where}:9: the prompt has 4001 characters, data.max_prompt_chars allows 4000",

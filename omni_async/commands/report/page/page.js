@@ -16,6 +16,9 @@ omniAsync.page = (() => {
       ...omniAsync.tables,
     };
     const block = (data) => views[data.kind](data);
+    /** Whether a chart of the section has both horizontal axes. */
+    const hasAxes = ({ blocks, tabs }) =>
+      [blocks, ...tabs.map((tab) => tab.blocks)].flat().some((one) => one.kind === "chart" && Object.keys(one.xs).length > 1);
     const keyOf = (data, position) => `${data.kind} ${data.id ?? position}`;
 
     function blocks() {
@@ -141,6 +144,7 @@ omniAsync.page = (() => {
       place("made").textContent = `omni-async ${page.version}, ${page.made}`;
       showRuns(page.runs);
       const sections = [...state.sections.values()];
+      axes.element.classList.toggle("hidden", !sections.some(hasAxes));
       showLinks(sections);
       showSections(sections);
       omniAsync.charts.appear();

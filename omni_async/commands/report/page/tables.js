@@ -1,4 +1,4 @@
-// Shows tables, facts, sentences and commands.
+// Shows tables, bars, facts, sentences and commands.
 
 omniAsync.tables = (() => {
   const { element } = omniAsync.elements;
@@ -104,6 +104,45 @@ omniAsync.tables = (() => {
     };
   }
 
+  /** Return bars of coloured parts, all on one scale, with their sums. */
+  function stacks() {
+    const [title, hint] = [element("h3"), element("p", { className: "hint" })];
+    const [legend, list] = [element("ul", { className: "legend stacks-legend" }), element("ul", { className: "stacks" })];
+    const ink = (colour) => `var(--${typeof colour === "number" ? `series-${colour % 8}` : colour})`;
+    const total = (item) => item.values.reduce((sum, value) => sum + value, 0);
+    const digits = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
+
+    function part([, colour], share) {
+      const bar = element("span");
+      Object.assign(bar.style, { background: ink(colour), width: `${100 * share}%` });
+      return bar;
+    }
+
+    function named([name, colour]) {
+      const swatch = element("span", { className: "swatch" });
+      swatch.style.background = ink(colour);
+      return element("li", {}, swatch, name);
+    }
+
+    function shown(item, { parts, unit }, most) {
+      const bars = parts.map((one, i) => part(one, Math.max(0, item.values[i]) / most));
+      return element("li", {}, element("span", { className: "what" }, item.name),
+        element("span", { className: "stack", "aria-hidden": "true" }, ...bars),
+        element("span", { className: "said" }, `${digits.format(total(item))} ${unit}`));
+    }
+
+    return {
+      element: element("div", { className: "card wide" }, title, hint, legend, list),
+      update(data) {
+        title.textContent = data.title;
+        hint.textContent = data.hint;
+        const most = Math.max(1e-9, ...data.items.map(total));
+        legend.replaceChildren(...data.parts.map(named));
+        list.replaceChildren(...data.items.map((item) => shown(item, data, most)));
+      },
+    };
+  }
+
   /** Copy a command; if the page may not write to the clipboard, select the command instead. */
   async function copy(code, button) {
     getSelection().selectAllChildren(code);
@@ -129,5 +168,5 @@ omniAsync.tables = (() => {
     };
   }
 
-  return { table, facts, text, commands, gains };
+  return { table, facts, text, commands, gains, stacks };
 })();
