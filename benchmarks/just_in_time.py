@@ -288,7 +288,7 @@ def first_picture(rows: Sequence[Row], in_step: Lanes, overlapped: Lanes) -> Fig
     _draw_curves(curves, rows, {"synchronous": "synchronous", "just_in_time": "asynchronous, just in time"})
     curves.set_title("quickstart, two CPU cores, 5 seeds", fontsize=10)
     draw_lanes(lanes, in_step, overlapped, (_COLOURS["synchronous"], _COLOURS["just_in_time"]))
-    lanes.set_title("Qwen-Image with LoRA, 5 emulated H800 GPUs: when each of them works", fontsize=10)
+    lanes.set_title("Qwen-Image with LoRA, 5 emulated H800 GPUs: who works when", fontsize=10)
     return figure
 
 

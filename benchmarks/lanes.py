@@ -32,6 +32,7 @@ RECIPE = EMULATED / "qwen_image_lora_h800.yaml"
 _UNSCALED = "emulation.time_scale=1"  # spans have the profile's seconds
 _WARM_UP = 4  # updates that are not drawn: the pipeline fills
 _DRAWN = 2  # updates in step that the time axis has
+_UPDATES = "trainer.updates=16"
 _ROLES = ("rollout", "reward", "trainer")  # top to bottom
 
 
@@ -48,9 +49,9 @@ class Lanes(NamedTuple):
 
 def lanes_of(recipe: Path = RECIPE) -> tuple[Lanes, Lanes]:
     """Run a recipe with `schedule=sync` and with `schedule=async`; return the same number of seconds of both."""
-    in_step = _emulated(load(recipe, ["schedule=sync", _UNSCALED, f"trainer.updates={_WARM_UP + _DRAWN + 1}"]))
+    in_step = _emulated(load(recipe, ["schedule=sync", _UNSCALED, _UPDATES]))
     seconds = _ends(in_step)[_WARM_UP + _DRAWN - 1] - _ends(in_step)[_WARM_UP - 1]
-    overlapped = _emulated(load(recipe, ["schedule=async", _UNSCALED, f"trainer.updates={_WARM_UP + 8 * _DRAWN}"]))
+    overlapped = _emulated(load(recipe, ["schedule=async", _UNSCALED, _UPDATES]))
     return cut(in_step, seconds), cut(overlapped, seconds)
 
 
@@ -71,7 +72,7 @@ def cut(events: Sequence[RunEvent], seconds: float) -> Lanes:
 
 
 def draw_lanes(axes: Axes, in_step: Lanes, overlapped: Lanes, colours: tuple[str, str]) -> None:
-    """Draw the lanes in step above, the asynchronous ones below; a mark on top of each where an update ends."""
+    """Draw the lanes in step above, the asynchronous ones below. A mark on top of either is the end of an update."""
     rows: list[str] = []
     for name, lanes, colour in zip(("synchronous", "asynchronous"), (in_step, overlapped), colours, strict=True):
         top = len(rows)
@@ -79,7 +80,7 @@ def draw_lanes(axes: Axes, in_step: Lanes, overlapped: Lanes, colours: tuple[str
             axes.broken_barh([(a / 60, (b - a) / 60) for a, b in busy], (len(rows) + 0.12, 0.76), color=colour)
             rows.append(worker)
         axes.plot([end / 60 for end in lanes.ends], [top - 0.12] * len(lanes.ends), "v", color=colour, clip_on=False)
-        text = f"{name}: {len(lanes.ends)} updates, {lanes.update_s:.0f} s each"
+        text = f"{name}: an update takes {lanes.update_s:.0f} s"
         axes.text(0, top - 0.3, text, color=colour, fontweight="bold", va="bottom")
         rows += [""] if lanes is in_step else []
     axes.set_yticks([row + 0.5 for row, name in enumerate(rows) if name], [name for name in rows if name])

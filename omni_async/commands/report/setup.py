@@ -24,7 +24,8 @@ def setup(one: Shown) -> Facts:
 
 def _algorithm(one: Shown) -> Fact:
     groups, samples = one.run.setting("trainer.groups_per_update"), one.run.setting("rollout.group_size")
-    sizes = f"{groups} groups of {samples} samples per update" if groups and samples else ""
+    known = isinstance(groups, int) and isinstance(samples, int)
+    sizes = f"{groups} groups of {samples} samples per update" if known else ""
     return Fact("algorithm", _name(one.run.setting("algorithm.name")), sizes)
 
 
@@ -44,8 +45,9 @@ def _reward(one: Shown) -> Fact:
         return Fact("reward", "a teacher" if one.run.setting("algorithm.teacher") else other)
     names = [_name(each.get("name")) for each in named]
     sign = " × " if one.run.setting("reward.combine") == "product" else " + "
-    weights = [each.get("weight", 1) for each in named]
-    detail = f"weights {', '.join(map(str, weights))}"[:_LONGEST] if any(weight != 1 for weight in weights) else ""
+    weights = [finite(each.get("weight", 1)) for each in named]
+    shown = ", ".join("-" if weight is None else f"{weight:g}" for weight in weights)
+    detail = f"weights {shown}"[:_LONGEST] if {*weights} != {1.0} else ""
     return Fact("reward", sign.join(names)[: 2 * _LONGEST], detail)
 
 
@@ -64,7 +66,7 @@ def bottleneck(shares: Mapping[str, Mapping[str, float]], budget: Any) -> Fact:
     """Return the slowest stage, and how busy each is; the arguments are those of `slowest`."""
     busy = [f"{stage} {shares[role]['busy']:.0%}" for role, stage in STAGES.items() if role in shares]
     found = slowest(shares, budget)
-    return Fact("bottleneck", found.stage, f"busy: {', '.join(busy)}" if busy else found.says)
+    return Fact("bottleneck", found.stage, f"busy: {', '.join(busy)}" if busy else found.why)
 
 
 def _shares(one: Shown) -> Mapping[str, Mapping[str, float]]:

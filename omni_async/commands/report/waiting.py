@@ -44,7 +44,7 @@ def _one(one: Shown) -> list[Block]:
     roles = shares(spans, start, end)
     means = {role: dict(zip(STATES, bins.mean(axis=0), strict=True)) for role, bins in roles.items()}
     return [
-        Text(slowest(means, one.run.setting("staleness.max_updates")).says),
+        Text(slowest(means, one.run.setting("staleness.max_updates")).why),
         lanes(one.run, spans),
         Details(
             "Shares of the time, by role",
@@ -111,7 +111,7 @@ class Slowest(NamedTuple):
     """The slowest stage, or `none`, and a sentence with its evidence and a remedy."""
 
     stage: str
-    says: str
+    why: str
 
 
 def shares_from(busy: Mapping[str, float]) -> dict[str, dict[str, float]]:
@@ -130,7 +130,7 @@ def slowest(shares_: Mapping[str, Mapping[str, float]], budget: Any) -> Slowest:
         budget: `staleness.max_updates` of the run, as its configuration has it."""
     trainer, rollout, reward = (shares_.get(role, {}) for role in ("trainer", "rollout", "reward"))
     if not trainer or not rollout:
-        return Slowest("unknown", "The timeline has no trainer or no engines: nothing can be said about waits.")
+        return Slowest("unknown", "Waits are unknown: nothing was recorded of the trainer or of the engines.")
     busy = {STAGES[role]: shares_[role].get("busy", 0.0) for role in STAGES if role in shares_}
     if budget == 0 and max(busy.values()) < _TURNS:
         each = ", ".join(f"{stage} is busy {share:.0%} of the time" for stage, share in busy.items())

@@ -17,7 +17,7 @@ FLAT = [0.5] * 20
 
 def sync(folder: Path, seed: int = 0, end: float | list[float] = 0.6, **more: float) -> Path:
     """A run of 20 updates of 3 s, with rounds of versions 0, 10 and 20."""
-    rounds = {0: 0.2, 10: 0.4, 20: end}
+    rounds: dict[int, float | list[float]] = {0: 0.2, 10: 0.4, 20: end}
     return written(folder, FLAT, seed, rounds, name="sync", budget=0, update_s=3.0, **more)
 
 

@@ -105,6 +105,13 @@ def test_the_slider_changes_the_images_and_the_base_stays_beside_them(report: st
     assert images.nth(0).evaluate("image => image.naturalWidth") == 32
 
 
+def test_four_samples_are_shown_until_all_are_asked_for(report: str, open_page: OpenPage):
+    page = open_page(report)
+    assert page.locator(".strip").count() == 4
+    page.get_by_role("button", name="Show all 10 samples").click()
+    assert page.locator(".strip").count() == 10
+
+
 def test_a_run_on_preferences_shows_what_it_learned_and_no_reward(
     preferring: Path, tmp_path: Path, open_page: OpenPage
 ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -15,9 +16,10 @@ def test_a_report_is_one_file_that_names_no_other(emulated, tmp_path, capsys):
     out = tmp_path / "new" / "comparison.html"
     assert main(["report", str(emulated), str(emulated), "--out", str(out)]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith(f"{out}: 1 run, 1.") and "MiB" in said[0]
-    assert f"xdg-open {out}" in said[1]
     text = out.read_text()
+    assert f'"title":{json.dumps(said[0], ensure_ascii=False)}' in text  # the verdict's
+    assert said[1].startswith(f"{out}: 1 run, 1.") and "MiB" in said[1]
+    assert f"xdg-open {out}" in said[2]
     assert not re.search(r'<(script|link)\s[^>]*(src|href)="(?!data:)', text) and "default-src 'none'" in text
     assert main(["report", str(emulated)]) == 0 and (emulated / "report.html").is_file()
 
