@@ -121,7 +121,7 @@ def _emulated(config: Config) -> list[RunEvent]:
             for service in services:
                 service.cancel()
             await asyncio.gather(*services, return_exceptions=True)
-            await cluster.coordinator.phase("over")  # so that there is an event to take
+            await cluster.coordinator.conclude()  # so that there is an event to take
             events.extend(await cluster.coordinator.events())
 
         run_in_virtual_time(main())

@@ -268,19 +268,19 @@ def _final(before: Arm, after: Arm, reasons: list[str]) -> Final | None:
     except NotComparable as error:
         reasons.append(f"The final validation rewards are not comparable: {error}.")
         return None
-    means = [mean([change[side] for change in changes]) for side in (0, 1)]
+    old, new = (mean([change[side] for change in changes]) for side in (0, 1))
     if len(changes) > 1:
-        gain = estimate([new - old for old, new in changes])
+        gain = estimate([later - earlier for earlier, later in changes])
         assert gain is not None
-        return Final(what, *means, gain, f"paired over {seeds_of([one for one, _ in pairs])}")
+        return Final(what, old, new, gain, f"paired over {seeds_of([one for one, _ in pairs])}")
     gain = _over_prompts(pairs[0], *paired[0])
     if gain is None:
-        return Final(what, *means, Estimate(means[1] - means[0], None), "no interval: rewards of samples not recorded")
+        return Final(what, old, new, Estimate(new - old, None), "no interval: rewards of samples not recorded")
     if gain.half is None:
-        return Final(what, *means, gain, "no interval: one validation prompt")
+        return Final(what, old, new, gain, "no interval: one validation prompt")
     reasons.append("The interval does not cover training seeds: only one seed was compared.")
     prompts = len(by_prompt(paired[0][0].rewards, common(*paired[0]), samples_per_prompt(pairs[0][0])))
-    return Final(what, *means, gain, f"paired over {counted(prompts, 'validation prompt')}")
+    return Final(what, old, new, gain, f"paired over {counted(prompts, 'validation prompt')}")
 
 
 def _over_prompts(pair: tuple[Shown, Shown], before: Round, after: Round) -> Estimate | None:
