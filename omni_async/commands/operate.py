@@ -17,6 +17,7 @@ import msgspec
 
 from omni_async.checkpoint.folders import newest_first
 from omni_async.commands.command_line import add_command
+from omni_async.commands.watch.command import newest
 from omni_async.config import ConfigError
 from omni_async.config.reading import is_within
 from omni_async.config.redact import one_line
@@ -40,7 +41,7 @@ groups ended, the last message of a role with its time (a scorer is down, for ex
 and the versions that engines hold, buffers, and the memory and utilisation of accelerators. For a job that ended or was
 killed: the files that it left.
 
-  omni-async status runs/quickstart-20260101-120000
+  omni-async status
   omni-async status runs/quickstart-20260101-120000 --json
 """
 
@@ -67,13 +68,16 @@ def add_operations(commands: Any) -> None:
     status = add_command(commands, "status", "show how a job is, or how it ended", _STATUS, handler, group)
     scale = add_command(commands, "scale", "change a running job's engines or reward workers", _SCALE, handler, group)
     stop = add_command(commands, "stop", "end a running job, with a checkpoint", _STOP, handler, group)
-    for parser in (status, scale, stop):
+    status.add_argument("run", nargs="?", type=Path, help="its run folder (default: the newest run in runs/)")
+    for parser in (scale, stop):
         parser.add_argument("run", type=Path, help="its run folder")
     status.add_argument("--json", action="store_true", help="for a program")
     scale.add_argument("workers", nargs="+", metavar="ROLE=N", help="rollout=N, reward=N or POOL=N, at least 1")
 
 
 def operate(options: argparse.Namespace) -> int:
+    if options.run is None:
+        options.run = newest(Path("runs"))
     if not (options.run / "config.yaml").is_file():
         raise ConfigError(f"{options.run} is not a run folder")
     request = Request(

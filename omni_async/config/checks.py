@@ -57,7 +57,10 @@ def _data(c: Config) -> Iterator[str]:
         )
     if (validation := c.validation) is not None and (validation.prompts is None) == (validation.split is None):
         if validation.prompts is not None:
-            yield "validation.split: the prompts come from validation.prompts; leave one of them out"
+            yield (
+                "validation.split: validation.prompts is set, perhaps by a recipe that this one extends; set it to"
+                " null, or remove the split"
+            )
         elif c.emulation is None:
             yield "validation.prompts: required, expected a table of prompts, or validation.split to hold out prompts"
 

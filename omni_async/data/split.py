@@ -48,5 +48,6 @@ def shared_note(training: Sequence[Prompt], validation: Sequence[Prompt]) -> str
         return None
     return (
         f"warning: validation.prompts: {len(shared)} of {len(validation)} prompts are in data.prompts too, the first is"
-        f" {shared[0].text[:80]!r}; validation.split in its place holds prompts out"
+        f" {shared[0].text[:80]!r}; validation.prompts=null validation.split=0.1 holds prompts"
+        " out instead"
     )

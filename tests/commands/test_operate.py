@@ -300,6 +300,7 @@ EXPECTED = "expected rollout=N or reward=N with N from 1 to 100000"
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("status", "there is no run in "),
         ("status nowhere", "nowhere is not a run folder"),
         ("scale run rollout=0", f"'rollout=0': {EXPECTED}"),
         ("scale run reward=100001", f"'reward=100001': {EXPECTED}"),
@@ -318,3 +319,14 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path, monkeypatch, capsys, wo
     assert main(words.split()) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_status_is_of_the_newest_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("newest", "older")):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        config = tmp_path / "runs" / name / "config.yaml"
+        config.write_text("")
+        os.utime(config, (1e9 - number, 1e9 - number))
+    results = [(main(words), *capsys.readouterr()) for words in (["status"], ["status", "runs/newest"])]
+    assert results[0] == results[1] and "older" not in "".join(results[0][1:])

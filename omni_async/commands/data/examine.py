@@ -66,8 +66,10 @@ def examined(data: Data, config: Config | None) -> Examined:
         key = "data.prompts"
         errors += [f"{places[position]}: {problem}" for position, problem in limits.problems(key, prompts).items()]
         for tokenizer, (most, counts) in limits.lengths(key, prompts).items():
-            longest = f"median {counts[len(counts) // 2]}, longest {counts[0]} of {most:g}"
-            lines.append(f"tokens of {tokenizer}: {longest}; {sum(count > most for count in counts)} are longer")
+            middle, longer = counts[len(counts) // 2], sum(count > most for count in counts)
+            lines.append(
+                f"tokens by {tokenizer}: median {middle}, longest {counts[0]}, limit {most:g}, above it {longer}"
+            )
         lines += [note for note in dict.fromkeys(limits.notes) if "not counted" in note]
     more = [f"and {len(errors) - _SHOWN} more"] if len(errors) > _SHOWN else []
     return Examined([*errors[:_SHOWN], *more], lines)
@@ -79,7 +81,7 @@ def _visible(text: str) -> bool:
 
 def _counts(prompts: Sequence[Prompt], refused: int) -> list[str]:
     """Return lines with the numbers of prompts, targets, images and other columns."""
-    total = f"{len(prompts)} prompts can be read, {refused} rows cannot"
+    total = f"readable prompts: {len(prompts)}; rows that a run would refuse: {refused}"
     if not prompts:
         return [total]
     sizes = sorted(len(prompt.text) for prompt in prompts)
@@ -91,27 +93,25 @@ def _counts(prompts: Sequence[Prompt], refused: int) -> list[str]:
     }
     named = [f"{name} {number}" for name, number in {**known, **dict(columns.most_common(_SHOWN))}.items() if number]
     lines = [total, f"characters: shortest {sizes[0]}, median {sizes[len(sizes) // 2]}, longest {sizes[-1]}"]
-    return [*lines, f"rows with further columns: {', '.join(named)}"] if named else lines
+    return [*lines, f"rows with other columns: {', '.join(named)}"] if named else lines
 
 
 def _repeated(prompts: Sequence[Prompt], places: Sequence[str]) -> list[str]:
-    """Return a line on prompts that occur again, and one on prompts that differ only in case and spaces."""
+    """Return lines on prompts that occur again: as they are, with other columns, or in other case and spaces."""
+    texts = [prompt.text for prompt in prompts]
+    forms: tuple[tuple[str, Sequence[object], Sequence[object]], ...] = (
+        ("rows that repeat an earlier row", [tuple(map(repr, prompt.content)) for prompt in prompts], ()),
+        ("rows that repeat a prompt with other columns", texts, [tuple(map(repr, one.content)) for one in prompts]),
+        ("prompts that differ only in case or spaces", [" ".join(text.casefold().split()) for text in texts], texts),
+    )
     lines = []
-    exact = [tuple(map(repr, prompt.content)) for prompt in prompts]
-    for what, keys in (
-        ("repeat an earlier row", exact),
-        (
-            "differ from an earlier row only in case or spaces",
-            [" ".join(one.text.casefold().split()) for one in prompts],
-        ),
-    ):
+    for what, keys, distinct in forms:
         first: dict[object, int] = {}
         again = [(i, first[key]) for i, key in enumerate(keys) if first.setdefault(key, i) != i]
-        if what.startswith("differ"):
-            again = [(i, j) for i, j in again if prompts[i].text != prompts[j].text]
+        again = [(i, j) for i, j in again if not distinct or distinct[i] != distinct[j]]
         if again:
             i, j = again[0]
-            lines.append(f"warning: {len(again)} rows {what}, the first: {_place(places[i])} as {_place(places[j])}")
+            lines.append(f"warning: {what}: {len(again)}, the first: {_place(places[i])} as {_place(places[j])}")
     return lines
 
 
@@ -127,13 +127,13 @@ def _doubtful(prompts: Sequence[Prompt], places: Sequence[str]) -> list[str]:
     lines = []
     if returns:
         lines.append(
-            f"warning: {len(returns)} rows hold carriage returns, the first: {_place(returns[0])}; if the file's lines"
+            f"warning: rows with carriage returns: {len(returns)}, the first: {_place(returns[0])}; if the file's lines"
             " end with them alone, convert it with tr '\\r' '\\n'"
         )
     if hidden:
         place, character = hidden[0]
         name = unicodedata.name(character, f"U+{ord(character):04X}").lower()
-        lines.append(f"warning: {len(hidden)} rows hold invisible characters, the first: {_place(place)} a {name}")
+        lines.append(f"warning: rows with invisible characters: {len(hidden)}, the first: {_place(place)} a {name}")
     return lines
 
 

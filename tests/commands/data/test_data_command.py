@@ -32,9 +32,9 @@ def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> list
 def test_a_sound_table(capsys):
     Path("p.csv").write_text("caption,target,n\na,A,1\nabc,,2\n")
     assert told(capsys, "check", "p.csv", "data.columns.prompt=caption") == [
-        "2 prompts can be read, 0 rows cannot",
+        "readable prompts: 2; rows that a run would refuse: 0",
         "characters: shortest 1, median 3, longest 3",
-        "rows with further columns: target 1, n 2",
+        "rows with other columns: target 1, n 2",
     ]
 
 
@@ -49,6 +49,7 @@ def test_what_a_run_refuses_and_what_is_probably_not_meant(capsys, folder):
         {"prompt": "one\rtwo"},
         {"prompt": "x", "image": "nowhere.png"},
         {"prompt": "x" * 4001},
+        {"prompt": "a cat", "note": "again"},
     ]
     Path("p.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = told(capsys, "check", "p.jsonl", code=1)
@@ -59,18 +60,19 @@ def test_what_a_run_refuses_and_what_is_probably_not_meant(capsys, folder):
         f"{where}:8: image: no such file: 'nowhere.png'",
         f"{where}:9: the prompt has 4001 characters, data.max_prompt_chars allows 4000",
     ]
-    assert found[4] == "5 prompts can be read, 4 rows cannot" and found[6:] == [
-        "warning: 1 rows repeat an earlier row, the first: p.jsonl:2 as p.jsonl:1",
-        "warning: 1 rows differ from an earlier row only in case or spaces, the first: p.jsonl:3 as p.jsonl:1",
-        "warning: 1 rows hold carriage returns, the first: p.jsonl:7; if the file's lines end with them alone, convert"
+    assert found[4] == "readable prompts: 6; rows that a run would refuse: 4" and found[7:] == [
+        "warning: rows that repeat an earlier row: 1, the first: p.jsonl:2 as p.jsonl:1",
+        "warning: rows that repeat a prompt with other columns: 1, the first: p.jsonl:10 as p.jsonl:1",
+        "warning: prompts that differ only in case or spaces: 1, the first: p.jsonl:3 as p.jsonl:1",
+        "warning: rows with carriage returns: 1, the first: p.jsonl:7; if the file's lines end with them alone, convert"
         " it with tr '\\r' '\\n'",
-        "warning: 1 rows hold invisible characters, the first: p.jsonl:6 a zero width space",
+        "warning: rows with invisible characters: 1, the first: p.jsonl:6 a zero width space",
     ]
 
 
 def test_a_file_with_carriage_returns_alone(capsys):
     Path("mac.txt").write_bytes(b"a cat\ra dog\ra cow\r")
-    assert "1 rows hold carriage returns" in told(capsys, "check", "mac.txt")[-1]
+    assert "rows with carriage returns: 1" in told(capsys, "check", "mac.txt")[-1]
 
 
 def test_a_recipes_model_counts_tokens(capsys, folder, request):
@@ -78,7 +80,7 @@ def test_a_recipes_model_counts_tokens(capsys, folder, request):
     Path("p.txt").write_text("7\n" + "7" * 1100 + "\n")
     found = told(capsys, "check", "p.txt", "--recipe", str(recipe), code=1)
     assert found[0].startswith(f"omni-async: data.prompts: {folder}/p.txt:2: the prompt has 1105 tokens, and the text")
-    assert found[-1] == "tokens of tokenizer: median 6, longest 1105 of 1024; 1 are longer"
+    assert found[-1] == "tokens by tokenizer: median 6, longest 1105, limit 1024, above it 1"
 
 
 CONVERTED: dict[str, tuple[str, str, dict[str, Any]]] = {
