@@ -114,7 +114,9 @@ class Names:
         """Raise ConfigError if a column is in no row of a table that has rows."""
         for field, column in self._unseen.items() if self._others else ():
             has = ", ".join(self._others)[:300]
-            raise ConfigError(f"{name}: no row has {column!r}, which data.columns.{field} names; it has {has}")
+            problem = f"{name}: no row has {column!r}, which data.columns.{field} names; it has {has}"
+            merged = len(self._others) == 1 and any(separator in has for separator in ",;\t|")
+            raise ConfigError(f"{problem}: separate columns by commas in .csv, by tabs in .tsv" if merged else problem)
 
 
 def open_table(path: str | Path, key: str = "", within: Path | None = None) -> Table:

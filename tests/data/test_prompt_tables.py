@@ -230,6 +230,9 @@ def test_columns_have_the_names_that_the_recipe_gives(tmp_path):
     assert load(tmp_path / "p.csv", prompt="text", image=None)[0].images == ()
     with pytest.raises(ConfigError, match=r"no row has 'label', which data.columns.target names; it has text, image"):
         load(tmp_path / "p.csv", prompt="text", image=None, target="label")
+    (tmp_path / "p.csv").write_text("text;label\na;b\n")
+    with pytest.raises(ConfigError, match=r"it has text;label: separate columns by commas in \.csv, by tabs in"):
+        load(tmp_path / "p.csv", prompt="text")
 
 
 def test_an_embedded_image_that_is_none_is_refused(tmp_path):

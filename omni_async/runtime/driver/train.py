@@ -352,7 +352,8 @@ def _farewell(run: RunDirectory, observer: Observer, summary: Summary, sinks: Si
     names = ("images", "metrics", "ledger", "logs", "summary", "profile", "timeline")
     paths = (run.samples, run.metrics, run.ledger, run.logs, run.summary, run.profile, run.trace)
     files = dict(zip(names, paths, strict=True))
-    lines += [f"  {name:<9} {path}" for name, path in files.items() if path.exists()]
+    written = {name: any(path.iterdir()) if path.is_dir() else path.exists() for name, path in files.items()}
+    lines += [f"  {name:<9} {path}" for name, path in files.items() if written[name]]
     if run.trace.exists():
         lines.append("            (open the timeline at https://ui.perfetto.dev)")
     lines += lost
