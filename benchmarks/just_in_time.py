@@ -126,6 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print(line)
     if options.picture is not None:
         pictures = {"just_in_time.png": picture(rows), "sync_async.png": first_picture(rows, *lanes_of())}
+        options.picture.mkdir(parents=True, exist_ok=True)
         for name, figure in pictures.items():
             with replacing(options.picture / name) as unfinished:
                 figure.savefig(unfinished, dpi=110)
