@@ -28,7 +28,8 @@ def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     method = start_method("omni_async.training.engine", "tests.support.fakes")
     for may_fail in (True, False):
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-            given = ranks, folder, dict(os.environ), work, args
+            # Plain pickle copies tensors. As arguments of a process each would need a file descriptor, of which 256 fit.
+            given = ranks, folder, dict(os.environ), pickle.dumps((work, args))
             try:
                 start_processes(_run, given, nprocs=ranks, start_method=method)
             except ProcessRaisedException as error:
@@ -39,11 +40,10 @@ def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _run(
-    rank: int, ranks: int, folder: str, environment: dict[str, str], work: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _run(rank: int, ranks: int, folder: str, environment: dict[str, str], job: bytes) -> None:
     os.environ |= environment
     torch.set_num_threads(1)
+    work, args = pickle.loads(job)
     result = work(rank, ranks, f"file://{folder}/rendezvous", *args)
     _result(folder, rank).write_bytes(pickle.dumps(result))
     if dist.is_initialized():

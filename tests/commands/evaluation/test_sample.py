@@ -308,5 +308,6 @@ def test_runs_from_one_base_share_it(finished, lora, drawn):
     out = sampled(lora.path, "--against", finished.path, "--limit", "1")
     assert drawn.count("load") == 2, "the adapters go on the base, and not on another run's weights"
     for run, label in ((finished, full), (lora, adapted)):
-        own = pixels(run.path / "samples" / "validation-000003-00.png")
-        assert np.array_equal(pixels(out / label / "000-0.png"), own)
+        own = pixels(run.path / "samples" / "validation-000003-00.png").astype(int)
+        # The run drew it in a larger batch, which rounds otherwise on some CPUs.
+        assert np.abs(pixels(out / label / "000-0.png") - own).max() <= 1
