@@ -28,7 +28,7 @@ def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     method = start_method("omni_async.training.engine", "tests.support.fakes")
     for may_fail in (True, False):
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-            # Plain pickle copies tensors. As arguments of a process each would need a file descriptor, of which 256 fit.
+            # Plain pickle copies tensors. As arguments of a process each needs a file descriptor, of which 256 fit.
             given = ranks, folder, dict(os.environ), pickle.dumps((work, args))
             try:
                 start_processes(_run, given, nprocs=ranks, start_method=method)

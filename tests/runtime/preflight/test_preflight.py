@@ -55,7 +55,7 @@ def test_prompts_are_held_out_or_reported_as_shared(tmp_path):
     assert [p.index for p in inputs.validation_prompts] == [1], "the row of the table"
     inputs = preflight(write_world(tmp_path, validation={"prompts": "prompts.txt"}))
     assert inputs.notes[0].startswith("warning: validation.prompts: 2 of 2 prompts are in data.prompts too")
-    with pytest.raises(ConfigError, match=r"validation\.split: the prompts come from validation\.prompts; leave one"):
+    with pytest.raises(ConfigError, match=r"validation\.split: validation\.prompts is set"):
         write_world(tmp_path, validation={"prompts": "prompts.txt", "split": 1})
     with pytest.raises(ConfigError, match=r"validation\.prompts: required, expected a table of prompts, or validation"):
         write_world(tmp_path, validation={"every": 2})

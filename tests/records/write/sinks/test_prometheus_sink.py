@@ -59,7 +59,7 @@ def test_the_newest_numbers_are_served_with_labels_and_descriptions_on_loopback_
     assert values("ess_step_by_step") == [({"step": "03"}, 0.9)] and values("odd_name") == [({}, 1.0)]
     [(run, _)] = values("run_info")
     assert run == {"run": "run-1", "family": "qwen_image", "algorithm": "flow_grpo", "S": "2"}
-    assert "30 seconds the role was busy (fraction)" in done["omni_async_busy_by_role"].documentation
+    assert "in which the role was busy (fraction)" in done["omni_async_busy_by_role"].documentation
     assert not [name for name in done if name.startswith(("python", "process"))]
     with pytest.raises(urllib.error.URLError):
         scrape(address)
