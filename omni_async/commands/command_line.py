@@ -207,3 +207,11 @@ def _cell(value: Any) -> Any:
 def write_json(path: Path | None, content: bytes) -> int:
     """Write the file that `--json` names, if given. Return the exit code, as `write_results`."""
     return 0 if path is None else write_results({path: lambda path: path.write_bytes(content)})[1]
+
+
+def newest_run(runs: Path) -> Path:
+    """Return the newest run folder. ConfigError if none exists."""
+    found = [path.parent for path in runs.glob("*/config.yaml")]
+    if not found:
+        raise ConfigError(f"there is no run in {runs.absolute()}; name a run folder")
+    return max(found, key=lambda path: (path / "config.yaml").stat().st_mtime)

@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 
 from omni_async.checkpoint.folders import newest_first
-from omni_async.commands.command_line import add_command
-from omni_async.commands.watch.command import newest
+from omni_async.commands.command_line import add_command, newest_run
 from omni_async.config import ConfigError
 from omni_async.config.reading import is_within
 from omni_async.config.redact import one_line
@@ -77,7 +76,7 @@ def add_operations(commands: Any) -> None:
 
 def operate(options: argparse.Namespace) -> int:
     if options.run is None:
-        options.run = newest(Path("runs"))
+        options.run = newest_run(Path("runs"))
     if not (options.run / "config.yaml").is_file():
         raise ConfigError(f"{options.run} is not a run folder")
     request = Request(

@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from omni_async.commands.command_line import add_command, print_line
+from omni_async.commands.command_line import add_command, newest_run, print_line
 from omni_async.config import ConfigError
 from omni_async.config.reading import real_path
 
@@ -55,7 +55,7 @@ def watch(options: argparse.Namespace) -> int:
     """Serve until a signal ends it, and return the exit code. ConfigError, one line, if it cannot start."""
     from omni_async.rewards.server.listener import read_token, require_token
 
-    folder = newest(_RUNS) if options.run is None else options.run
+    folder = newest_run(_RUNS) if options.run is None else options.run
     is_one = (folder / "config.yaml").is_file()
     if not is_one and not any(folder.glob("*/config.yaml")):
         raise ConfigError(f"{folder} is not a run folder, which has a config.yaml, and contains none")
@@ -64,14 +64,6 @@ def watch(options: argparse.Namespace) -> int:
     token = read_token(options.token, "--token")
     require_token(options.host, token, "--host", "--token")
     return asyncio.run(_serve(real_path(folder), options.host, options.port, token, is_one))
-
-
-def newest(runs: Path) -> Path:
-    """Return the newest run folder. ConfigError if none exists."""
-    found = [path.parent for path in runs.glob("*/config.yaml")]
-    if not found:
-        raise ConfigError(f"there is no run in {runs.absolute()}; name a run folder")
-    return max(found, key=lambda path: (path / "config.yaml").stat().st_mtime)
 
 
 async def _serve(folder: Path, host: str, port: int, token: str | None, is_one: bool = True) -> int:

@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from omni_async.commands.command_line import newest_run
 from omni_async.commands.report.blocks import Section
 from omni_async.commands.report.data import SECTIONS
 from omni_async.commands.report.shown import Shown
 from omni_async.commands.watch import live, report_sections
-from omni_async.commands.watch.command import newest
 from omni_async.commands.watch.now import now_section, require_answer
 from omni_async.records.read.follow import Follower
 from omni_async.records.write.rundir import RunDirectory
@@ -376,7 +376,7 @@ def test_the_newest_run_is_watched_if_none_is_named(tmp_path: Path) -> None:
         run.path.mkdir()
         run.config_yaml.write_text("{}")
         os.utime(run.config_yaml, (time, time))
-    assert newest(tmp_path).name == "new"
+    assert newest_run(tmp_path).name == "new"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
