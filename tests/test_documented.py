@@ -19,7 +19,7 @@ from aiohttp.test_utils import TestServer
 from examples.taste import TasteScorer
 from omni_async import cli
 from omni_async.config import load, resolved_yaml
-from omni_async.config.stages import Reward
+from omni_async.config.reward import Reward
 from omni_async.diffusion.policy import load_policy
 from omni_async.media import Media
 from omni_async.plugins.families import find_family

@@ -14,8 +14,8 @@ from typing import Any
 from omni_async.algorithms.registry import FINAL, STEPS, Objective, find_objective
 from omni_async.config.algorithm import Algorithm, Forward
 from omni_async.config.layout import ParallelLayout
+from omni_async.config.rollout import Sde
 from omni_async.config.schema import Config
-from omni_async.config.stages import Sde
 from omni_async.plugins.entry_points import find_registered, load_named
 
 ENTRY_POINT_GROUP = "omni_async.kinds"

@@ -6,7 +6,7 @@
 - `with_spec` and `with_settings` decode the sections defined by a model family and an objective.
 - `resolved_yaml` writes a configuration that `load` reads back.
 
-The keys are in `schema.py`, `stages.py` (rollout, reward, trainer) and `algorithm.py`.
+The keys are in `schema.py`, `rollout.py`, `reward.py`, `trainer.py` and `algorithm.py`.
 """
 
 from omni_async.config.checks import check

@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterator
 
 from omni_async.config.engine_args import engine_problems
+from omni_async.config.reward import Scorer
 from omni_async.config.schema import Config
 from omni_async.config.section import size_text
-from omni_async.config.stages import Scorer
 from omni_async.plugins.backends import find_backend
 from omni_async.plugins.families import SamplingSpec
 from omni_async.worker import BUILT_IN_ROLES

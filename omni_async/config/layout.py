@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from omni_async.config.stages import Trainer
+from omni_async.config.trainer import Trainer
 
 T = TypeVar("T")
 

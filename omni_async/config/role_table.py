@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from omni_async.config.schema import Config
-from omni_async.config.stages import Resources
+from omni_async.config.section import Resources
 from omni_async.plugins.services import find_service, service_names
 from omni_async.worker import COORDINATOR, READER, REWARD, ROLLOUT, TRAINER, Worker
 

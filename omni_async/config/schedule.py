@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from omni_async.config.ray_cluster import cluster_address
 from omni_async.config.schema import Config, ScheduleName
-from omni_async.config.stages import Resources
+from omni_async.config.section import Resources
 
 _IN_STEP = {
     "reward.streaming": False,

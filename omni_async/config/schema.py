@@ -16,13 +16,17 @@ import msgspec
 from msgspec import Meta
 
 from omni_async.config.algorithm import Algorithm, Correction, automatic_correction
+from omni_async.config.reward import Reward
+from omni_async.config.rollout import Rollout
 from omni_async.config.section import (
     MOST_BYTES,
     InMemory,
     NumSteps,
     Plain,
     Positive,
+    Resources,
     Retries,
+    RoleName,
     Seconds,
     Section,
     SizeText,
@@ -32,7 +36,7 @@ from omni_async.config.section import (
     bytes_of,
     most,
 )
-from omni_async.config.stages import Resources, Reward, RoleName, Rollout, Trainer
+from omni_async.config.trainer import Trainer
 from omni_async.worker import Worker
 
 

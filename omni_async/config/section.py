@@ -80,3 +80,15 @@ def size_text(size: int) -> str:
     """Return a size as readable text: "1.5 GiB" for 1610612736."""
     unit = next((unit for unit in reversed(_UNITS) if size >= _UNITS[unit]), None)
     return f"{size} bytes" if unit is None else f"{size / _UNITS[unit]:.4g} {unit}"
+
+
+class Resources(Section, kw_only=True, frozen=True):
+    cpus: Annotated[float, most(10_000, "no machine has so many", gt=0)] = 1.0
+    """CPUs of one actor; also its thread count."""
+    gpus: Annotated[float, most(1000, "no machine has so many", ge=0)] = 0.0
+    """Accelerators of one actor. Its process and children see no others; 0 hides all."""
+
+
+RoleName = Annotated[
+    str, Meta(pattern=r"^[a-z][a-z_]{0,39}\Z", extra={"why": "lower-case letters and '_', at most 40"})
+]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from omni_async.config.stages import Reward, Scorer
+from omni_async.config.reward import Reward, Scorer
 from omni_async.config.tree import file_of
 from omni_async.types import Prompt, Score
 

@@ -29,7 +29,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from omni_async.config import Config
-from omni_async.config.stages import WindowConfig
+from omni_async.config.rollout import WindowConfig
 from omni_async.types import Prompt, SdeWindow
 
 # The generator of `omni_async.diffusion.sde.noise`. With another generator the same seed gives other noise.

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean, median
 
 from omni_async.config import Config
-from omni_async.config.stages import Reward, Rollout
+from omni_async.config.reward import Reward
+from omni_async.config.rollout import Rollout
 from omni_async.control.reward_formula import labels_of
 from omni_async.performance.profile import NOTHING, Payload, Profile, ScorerTime, ServiceTime, fit
 from omni_async.types import Span

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from omni_async.config import stages
+from omni_async.config import reward as sections
 from omni_async.config.decoding import decode_msgpack
 from omni_async.config.redact import resolve_references
 from omni_async.media import Media
@@ -41,7 +41,7 @@ _MEDIA = Path(__file__).parents[1] / "media.py"
 # ---- keys of answers -------------------------------------------------------------------------------------------------
 
 
-def identity_of(config: stages.Scorer, scorer: Any) -> bytes | None:
+def identity_of(config: sections.Scorer, scorer: Any) -> bytes | None:
     """Return what distinguishes a scorer's answers from another's; None if the scorer is not `deterministic`.
 
     It covers the class, parameters, optional `version`, version of the package, and source files."""
@@ -122,7 +122,7 @@ class ScoreCache:
     `find` and `keep` run in `threads`; `get` and `put` may block. `report` gets a sentence when the file is unusable.
     `problem`: why the file is no longer used, None while it is in use."""
 
-    def __init__(self, config: stages.ScoreCache, threads: Threads, report: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, config: sections.ScoreCache, threads: Threads, report: Callable[[str], Awaitable[None]]) -> None:
         self._threads, self._report, self._reported = threads, report, False
         self._lock = threading.Lock()
         self._memory: OrderedDict[bytes, bytes] = OrderedDict()

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from omni_async.aio.waiting import is_cancelled
-from omni_async.config import stages
+from omni_async.config import reward as sections
 from omni_async.media import Media
 from omni_async.rewards.base import (
     Addresses,
@@ -55,8 +55,8 @@ class ScorerCalls:
         label: str,
         scorer: Scorer,
         secrets: Set[str],
-        limits: stages.Scorer,
-        config: stages.Reward,
+        limits: sections.Scorer,
+        config: sections.Reward,
         threads: Threads,
         is_down: Callable[[], bool],
     ) -> None:

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from omni_async.aio.backoff import Backoff, Breaker, State
 from omni_async.aio.clock import Clock
-from omni_async.config import stages
+from omni_async.config import reward as sections
 from omni_async.media import Media
 from omni_async.rewards.base import Outage, ScoreError, Scorer, Unbounded
 from omni_async.rewards.calls import MediaList, Prompts, Reply, ScorerCalls, ScorerHangs
@@ -49,8 +49,8 @@ class ScorerHealth:
         label: str,
         scorer: Scorer,
         secrets: Set[str],
-        limits: stages.Scorer,
-        config: stages.Reward,
+        limits: sections.Scorer,
+        config: sections.Reward,
         clock: Clock,
         threads: Threads,
         report: Callable[[str], Awaitable[None]],

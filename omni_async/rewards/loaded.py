@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from omni_async.config import stages
+from omni_async.config import reward as sections
 from omni_async.config.redact import one_line
 from omni_async.control.reward_formula import RewardFormula
 from omni_async.rewards import registry
@@ -16,7 +16,7 @@ from omni_async.rewards.base import Scorer, WrongScorer, concurrency_of
 from omni_async.rewards.cache import identity_of
 from omni_async.rewards.failures import place_of, told
 
-Build = Callable[[stages.Scorer, float], Scorer]
+Build = Callable[[sections.Scorer, float], Scorer]
 
 
 class LoadedScorer(NamedTuple):
@@ -29,7 +29,7 @@ class LoadedScorer(NamedTuple):
     identity: bytes | None = None
 
 
-def _built(label: str, config: stages.Scorer, gpus: float, build: Build) -> LoadedScorer:
+def _built(label: str, config: sections.Scorer, gpus: float, build: Build) -> LoadedScorer:
     """Build a scorer.
 
     Raises WrongScorer, one line without the scorer's credentials, if that fails; ScorerConfigError if its parameters do
@@ -53,7 +53,7 @@ class LoadedReward:
     scorers: Sequence[LoadedScorer]
 
     @classmethod
-    def load(cls, reward: stages.Reward, gpus: float = 0.0, build: Build = registry.build) -> LoadedReward:
+    def load(cls, reward: sections.Reward, gpus: float = 0.0, build: Build = registry.build) -> LoadedReward:
         """Load every scorer.
 
         Args:
@@ -67,10 +67,10 @@ class LoadedReward:
         return cls(formula, [_built(label, config, gpus, build) for label, config in named])
 
     @classmethod
-    def of(cls, reward: stages.Reward, *scorers: Scorer) -> LoadedReward:
+    def of(cls, reward: sections.Reward, *scorers: Scorer) -> LoadedReward:
         """Return a reward of already built scorers, which replace the scorers that `reward` names.
 
         Their answers are not cached, because their parameters are unknown."""
-        configs = tuple(stages.Scorer(name=scorer.name) for scorer in scorers)
+        configs = tuple(sections.Scorer(name=scorer.name) for scorer in scorers)
         formula = RewardFormula(msgspec.structs.replace(reward, scorers=configs))
         return cls(formula, [LoadedScorer(one) for one in scorers])

@@ -19,7 +19,7 @@ from omni_async.aio.backoff import Backoff
 from omni_async.aio.batches import Batcher, Load, room_of
 from omni_async.aio.clock import Clock
 from omni_async.aio.waiting import cancel
-from omni_async.config import stages
+from omni_async.config import reward as sections
 from omni_async.control.reward_formula import NoReward
 from omni_async.media import Media
 from omni_async.rewards.base import Addresses, ScoreError, concurrency_of, require_media
@@ -46,8 +46,8 @@ class PanelScorer:
         self,
         label: str,
         loaded: LoadedScorer,
-        limits: stages.Scorer,
-        config: stages.Reward,
+        limits: sections.Scorer,
+        config: sections.Reward,
         health: ScorerHealth,
         statistics: ScorerStatistics,
         cache: ScoreCache,
@@ -141,7 +141,7 @@ class Panel:
         self,
         name: str,
         reward: LoadedReward,
-        config: stages.Reward,
+        config: sections.Reward,
         clock: Clock,
         report: Callable[[str], Awaitable[None]],
         threads: Callable[[str], Threads] = Threads,
@@ -153,7 +153,7 @@ class Panel:
         self._probe = probe
         self._cache = cache = ScoreCache(config.cache, threads(f"{name}/cache"), report)
 
-        def scorer_of(label: str, loaded: LoadedScorer, limits: stages.Scorer) -> PanelScorer:
+        def scorer_of(label: str, loaded: LoadedScorer, limits: sections.Scorer) -> PanelScorer:
             of_scorer = threads(f"{name}/{label}")
             scorer, secrets = loaded.scorer, loaded.secrets
             health = ScorerHealth(label, scorer, secrets, limits, config, clock, of_scorer, report, probe is not None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omni_async.config.stages import Reward, Scorer
+from omni_async.config.reward import Reward, Scorer
 from omni_async.rewards import base, registry
 from omni_async.rewards.scorers.http import HttpScorer
 

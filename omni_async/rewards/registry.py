@@ -28,7 +28,7 @@ import msgspec
 import xxhash
 
 from omni_async.accelerator import require_accelerator
-from omni_async.config import stages
+from omni_async.config import reward as sections
 from omni_async.config.redact import REFERENCE, SHORTEST, redact, redact_text, resolve_references, secrets_in
 from omni_async.config.tree import file_of
 from omni_async.control.reward_formula import is_asked
@@ -236,12 +236,12 @@ def _referenced(value: Any) -> Iterator[str]:
         yield os.environ.get(value.removeprefix(REFERENCE), "")
 
 
-def secrets_of(config: stages.Scorer) -> frozenset[str]:
+def secrets_of(config: sections.Scorer) -> frozenset[str]:
     """Return every credential that the scorer was given, so that its messages can be shown without them."""
     return secrets_in(config.params) | {found for found in _referenced(config.params) if len(found) >= SHORTEST}
 
 
-def check(config: stages.Scorer, made: Sequence[MediaShape]) -> None:
+def check(config: sections.Scorer, made: Sequence[MediaShape]) -> None:
     """Raise `ScorerConfigError` if `build` would, or if the scorer accepts no part of samples with such media.
 
     Loads no model (the scorer's module is imported)."""
@@ -262,7 +262,7 @@ def check(config: stages.Scorer, made: Sequence[MediaShape]) -> None:
         raise _refused(config.name, f"needs samples with {' and '.join(required)}, and they have no {missing[0]}")
 
 
-def _require_calls(config: stages.Scorer) -> None:
+def _require_calls(config: sections.Scorer) -> None:
     """Require that the recipe lets no more calls of the scorer run at once than the scorer allows."""
     allowed, wanted = concurrency_of(config), config.concurrency
     if allowed is not None and wanted is not None and wanted > allowed:
@@ -272,7 +272,7 @@ def _require_calls(config: stages.Scorer) -> None:
         raise _refused(config.name, f"hedge_s: it takes one call at a time (its `concurrency`), got {config.hedge_s:g}")
 
 
-def prompt_check(config: stages.Scorer) -> Callable[[Prompt], str | None] | None:
+def prompt_check(config: sections.Scorer) -> Callable[[Prompt], str | None] | None:
     """Return a check of the prompts that the scorer scores, made of its `needs` and its `check_prompt`.
 
     None if it has neither. Raises ScorerConfigError if they are unusable."""
@@ -305,7 +305,7 @@ def _has(prompt: Prompt, need: str) -> bool:
     return bool(prompt.images) if need == "images" else need in prompt.metadata
 
 
-def _own_check(config: stages.Scorer, scorer: type) -> Callable[[Prompt], str | None] | None:
+def _own_check(config: sections.Scorer, scorer: type) -> Callable[[Prompt], str | None] | None:
     """Return the scorer's `check_prompt`, if it has one, as a function that raises nothing."""
     ask: Any = declared(scorer).check_prompt
     if ask in (None, Scorer.check_prompt):
@@ -327,7 +327,7 @@ def _own_check(config: stages.Scorer, scorer: type) -> Callable[[Prompt], str | 
     return check
 
 
-def _all_arguments(config: stages.Scorer, scorer: type) -> dict[str, Any]:
+def _all_arguments(config: sections.Scorer, scorer: type) -> dict[str, Any]:
     """Return the constructor's keyword arguments, defaults included."""
     signature, _ = _signature(config.name, scorer)
     bound = signature.bind_partial(**_arguments(config.name, scorer, config.params))
@@ -335,12 +335,12 @@ def _all_arguments(config: stages.Scorer, scorer: type) -> dict[str, Any]:
     return bound.arguments
 
 
-def arguments_of(config: stages.Scorer) -> dict[str, Any]:
+def arguments_of(config: sections.Scorer) -> dict[str, Any]:
     """Return the keyword arguments that the scorer is built with, defaults included. ScorerConfigError as `check`."""
     return _all_arguments(config, _load(config.name))
 
 
-def check_files(config: stages.Scorer) -> None:
+def check_files(config: sections.Scorer) -> None:
     """Raise `ScorerConfigError` if a built-in scorer's `check_params` misses a file that its parameters name.
 
     Loads no model."""
@@ -364,7 +364,7 @@ def takes_param(name: str, param: str) -> bool:
     return param in _signature(name, _load(name))[0].parameters
 
 
-def concurrency_of(config: stages.Scorer) -> int | None:
+def concurrency_of(config: sections.Scorer) -> int | None:
     """Return how many calls of the scorer may run at once, None for any number; see `Scorer`."""
     try:
         return base.concurrency_of(_load(config.name))
@@ -372,12 +372,12 @@ def concurrency_of(config: stages.Scorer) -> int | None:
         raise _refused(config.name, str(error)) from None
 
 
-def cost_of(config: stages.Scorer) -> str:
+def cost_of(config: sections.Scorer) -> str:
     """Return the cost class of a sample of the scorer, one of `COSTS`; see `Scorer`."""
     return str(declared(_load(config.name)).cost)
 
 
-def build(config: stages.Scorer, gpus: float = 0.0) -> Scorer:
+def build(config: sections.Scorer, gpus: float = 0.0) -> Scorer:
     """Build the scorer that `config` names, with its model loaded.
 
     `gpus`: the number of accelerators of its worker. It decides the argument `device` of a constructor that requires

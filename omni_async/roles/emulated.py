@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from omni_async.aio.clock import Clock
 from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.config import Config
-from omni_async.config.stages import Scorer
+from omni_async.config.reward import Scorer
 from omni_async.control.reward_formula import RewardFormula
 from omni_async.media import Media
 from omni_async.performance.emulation import (

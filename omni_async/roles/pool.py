@@ -13,7 +13,8 @@ import secrets
 from msgspec.structs import replace
 
 from omni_async.aio.threads import in_daemon_thread
-from omni_async.config import Config, stages
+from omni_async.config import Config
+from omni_async.config import reward as sections
 from omni_async.plugins.services import Service, ServiceSite
 from omni_async.rewards.functions import receive
 from omni_async.rewards.loaded import LoadedReward
@@ -40,7 +41,7 @@ def build(context: WorkerContext) -> ServiceHost:
 class PoolService(Service):
     """A worker of a pool. It only answers clients that have its address from `start`, which contains its token."""
 
-    def __init__(self, site: ServiceSite, pool: stages.Pool) -> None:
+    def __init__(self, site: ServiceSite, pool: sections.Pool) -> None:
         self._site = site
         self._pool = pool
         self._open = contextlib.AsyncExitStack()
@@ -95,7 +96,7 @@ class PoolService(Service):
         task.add_done_callback(self._tells.discard)
 
 
-def _alone(config: Config, scorer: stages.Scorer) -> stages.Reward:
+def _alone(config: Config, scorer: sections.Scorer) -> sections.Reward:
     """Return a reward whose value is the scorer's own: the run decides how much it counts."""
     own = replace(scorer, weight=1.0, components={}, gate=None, when={}, on_failure="reject", pool=None)
     return replace(config.reward, scorers=(own,), pools=(), combine="sum", max_abs=1e12)

@@ -26,7 +26,7 @@ import aiohttp
 from omni_async.compat import is_mixed
 from omni_async.config.reading import open_file
 from omni_async.config.redact import one_line
-from omni_async.config.stages import Server
+from omni_async.config.reward import Server
 from omni_async.config.writing import open_append
 from omni_async.plugins.services import Service, ServiceSite
 from omni_async.records.write.rundir import RunDirectory

@@ -28,7 +28,7 @@ from omni_async.types import SampleRequest, VersionSpans, WeightManifest, Weight
 if TYPE_CHECKING:
     import numpy as np
 
-    from omni_async.config.stages import Emulated
+    from omni_async.config.rollout import Emulated
 
 # Samples leased together arrive one at a time, because messages take time that no device spends. Samples that arrive
 # within this time after the first, or this share of the job if that is shorter, belong to the same batch. The job is

@@ -19,7 +19,7 @@ from typing import Literal
 
 from omni_async.config import Config
 from omni_async.config.role_table import RoleSpec, roles_of
-from omni_async.config.stages import Resources
+from omni_async.config.section import Resources
 from omni_async.worker import Worker
 
 # Ray counts resources in ten-thousandths.

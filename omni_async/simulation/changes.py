@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.config import Config, check
 from omni_async.config.layout import layout_problems
+from omni_async.config.reward import Scorer
 from omni_async.config.schedule import SCHEDULES, apply_schedule
-from omni_async.config.stages import Scorer
 from omni_async.control.reward_formula import RewardFormula
 from omni_async.performance.profile import Profile
 from omni_async.performance.scorer_lanes import scorer_lanes

@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from omni_async.config.stages import Rollout
+from omni_async.config.rollout import Rollout
 from omni_async.diffusion.policy import Policy
 from omni_async.plugins.families import SamplingSpec
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from omni_async.config.stages import Optimizer, StepSize, Trainer
+from omni_async.config.trainer import Optimizer, StepSize, Trainer
 
 
 def build_optimizer(

@@ -17,9 +17,9 @@ from omni_async.aio.clock import WallClock
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import Coalescer
 from omni_async.config import Config
+from omni_async.config.reward import Reward
+from omni_async.config.reward import Scorer as ScorerSection
 from omni_async.config.section import Section, doc
-from omni_async.config.stages import Reward
-from omni_async.config.stages import Scorer as ScorerSection
 from omni_async.data.image_files import drawn_image
 from omni_async.data.prompts import PromptCheck
 from omni_async.media import Media

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from omni_async.checkpoint.contents import another_part, contents_of, model_contents
 from omni_async.config import Config
-from omni_async.config.stages import Program
+from omni_async.config.rollout import Program
 from omni_async.data.prompts import load_prompts
 from tests.runtime.runtime_world import write_checkpoint, write_world
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from omni_async.config.stages import Reward, Scorer
+from omni_async.config.reward import Reward, Scorer
 from omni_async.control.reward_formula import NoReward, RewardFormula
 from omni_async.types import Prompt, Score
 

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from omni_async.config import Config, with_spec
-from omni_async.config.stages import Sde, WindowConfig
+from omni_async.config.rollout import Sde, WindowConfig
 from omni_async.control.requests import RequestFactory, require_trained_steps, trained_steps
 from omni_async.control.seeds import (
     PromptStream,

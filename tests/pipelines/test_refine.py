@@ -15,7 +15,7 @@ from omni_async_pipelines.refine import REFINE, Refine, build
 
 from omni_async.aio.clock import WallClock
 from omni_async.config import Config, ConfigError
-from omni_async.config.stages import Reward, Scorer
+from omni_async.config.reward import Reward, Scorer
 from omni_async.data.image_files import read_prompt_image
 from omni_async.media import Media
 from omni_async.plugins.families import find_family

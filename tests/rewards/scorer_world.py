@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from omni_async.config import stages
+from omni_async.config import reward as sections
 from omni_async.media import Media
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt, Score
@@ -41,12 +41,12 @@ class Tiny:
         self.folder = Path(self.params["path"])
 
 
-def config(name: str, **params: Any) -> stages.Scorer:
-    return stages.Scorer(name=name, params=params)
+def config(name: str, **params: Any) -> sections.Scorer:
+    return sections.Scorer(name=name, params=params)
 
 
 def scored(name: str, media: list[Media], prompts: list[Prompt], *, gpus: float = 0.0, **params: Any) -> list[Score]:
-    reward = stages.Reward(scorers=(config(name, **params),))
+    reward = sections.Reward(scorers=(config(name, **params),))
     return score_all(LoadedReward.load(reward, gpus), media, prompts[: len(media)])
 
 

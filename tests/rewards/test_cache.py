@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from omni_async.config import ConfigError, stages
+from omni_async.config import ConfigError
+from omni_async.config import reward as sections
 from omni_async.media import Media
 from omni_async.rewards.cache import ScoreCache, digest_of, identity_of, key_of
 from omni_async.rewards.score_file import ScoreFile
@@ -32,7 +33,7 @@ async def silent(text): ...
 
 
 def cache(path=None, report=silent, **config):
-    return ScoreCache(stages.ScoreCache(path=None if path is None else str(path), **config), Threads("cache"), report)
+    return ScoreCache(sections.ScoreCache(path=None if path is None else str(path), **config), Threads("cache"), report)
 
 
 def key(number):
@@ -222,14 +223,14 @@ def test_a_file_that_stays_locked_is_given_up_and_one_that_is_busy_is_not(tmp_pa
 
 WRITER = """
 import sys
-from omni_async.config import ConfigError, stages
+from omni_async.config import ConfigError, reward as sections
 from omni_async.rewards import score_file
 from omni_async.rewards.cache import ScoreCache
 from omni_async.rewards.threads import Threads
 from omni_async.types import Score
 score_file._LOCK_S = 60.0
 first, last = int(sys.argv[2]), int(sys.argv[3])
-kept = ScoreCache(stages.ScoreCache(path=sys.argv[1]), Threads("cache"), print)
+kept = ScoreCache(sections.ScoreCache(path=sys.argv[1]), Threads("cache"), print)
 for number in range(first, last):
     kept.put({number.to_bytes(16, "little"): Score(float(number), text="x" * 500)})
     assert kept.problem is None, kept.problem
@@ -289,15 +290,15 @@ def test_a_key_is_of_all_that_an_answer_follows_from_and_of_nothing_else():
 
 
 def test_a_scorer_is_known_by_its_parameters_version_and_source(tmp_path, monkeypatch):
-    config = stages.Scorer(name="jpeg_size")
+    config = sections.Scorer(name="jpeg_size")
     scorer = JpegSizeScorer()
     mine = identity_of(config, scorer)
     assert mine is not None and identity_of(config, JpegSizeScorer()) == mine
-    assert identity_of(stages.Scorer(name="jpeg_size", params={"quality": 90}), scorer) != mine
+    assert identity_of(sections.Scorer(name="jpeg_size", params={"quality": 90}), scorer) != mine
     scorer.version = "another"
     assert identity_of(config, scorer) != mine
     monkeypatch.setenv("QUALITY", "90")
-    by_name = stages.Scorer(name="jpeg_size", params={"quality": "env:QUALITY"})
+    by_name = sections.Scorer(name="jpeg_size", params={"quality": "env:QUALITY"})
     first = identity_of(by_name, JpegSizeScorer())
     monkeypatch.setenv("QUALITY", "91")
     assert identity_of(by_name, JpegSizeScorer()) != first
@@ -318,7 +319,7 @@ def test_a_scorer_is_known_by_its_parameters_version_and_source(tmp_path, monkey
         module.write_text(f"class Judge:\n    deterministic = True\n    answer = {answer}\n")
         sys.modules.pop("judge_of_today", None)
         judge = __import__("judge_of_today").Judge()
-        found.append(identity_of(stages.Scorer(name="judge_of_today:Judge"), judge))
+        found.append(identity_of(sections.Scorer(name="judge_of_today:Judge"), judge))
     assert None not in found and found[0] != found[1]
 
 

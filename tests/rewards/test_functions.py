@@ -16,7 +16,7 @@ import torch
 from msgspec import ValidationError
 
 from omni_async.aio.clock import WallClock
-from omni_async.config import stages
+from omni_async.config import reward as sections
 from omni_async.plugins.families import MediaShape
 from omni_async.rewards import functions, registry
 from omni_async.rewards.cache import identity_of
@@ -68,8 +68,8 @@ def own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions, "_passed", {})
 
 
-async def _answers(scorer: stages.Scorer, **reward: Any) -> list[Answer]:
-    settings = stages.Reward(scorers=(scorer,), batch=3, outage_s=0.0, **reward)
+async def _answers(scorer: sections.Scorer, **reward: Any) -> list[Answer]:
+    settings = sections.Reward(scorers=(scorer,), batch=3, outage_s=0.0, **reward)
 
     async def report(text: str) -> None: ...
 
@@ -78,8 +78,8 @@ async def _answers(scorer: stages.Scorer, **reward: Any) -> list[Answer]:
 
 
 def answers(name: str, **params: Any) -> list[Answer]:
-    registry.check(stages.Scorer(name=name, params=params), (MediaShape("image", (3, 8, 12)),))
-    return asyncio.run(_answers(stages.Scorer(name=name, params=params)))
+    registry.check(sections.Scorer(name=name, params=params), (MediaShape("image", (3, 8, 12)),))
+    return asyncio.run(_answers(sections.Scorer(name=name, params=params)))
 
 
 def values(name: str, **params: Any) -> list[float]:
@@ -194,7 +194,7 @@ def test_attributes_of_a_function_declare_the_rest() -> None:
 
     loud.accepts = ("video",)  # type: ignore[attr-defined]
     loud.deterministic = True  # type: ignore[attr-defined]
-    config = stages.Scorer(name=named(loud))
+    config = sections.Scorer(name=named(loud))
     registry.check(config, (MediaShape("video", (2, 3, 8, 12), 8),))
     assert registry.media_of(config.name) == {"video"}
     assert identity_of(config, registry.build(config)) is None, "nothing identifies the code of a passed function"

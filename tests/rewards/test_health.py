@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from omni_async.config import with_spec
-from omni_async.config.stages import Reward
+from omni_async.config.reward import Reward
 from omni_async.media import require_media
 from omni_async.rewards.base import Outage, ScoreError, Unbounded
 from omni_async.rewards.calls import ScorerHangs

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from omni_async.aio.clock import WallClock
-from omni_async.config import stages
-from omni_async.config.stages import Reward
+from omni_async.config import reward as sections
+from omni_async.config.reward import Reward
 from omni_async.plugins.families import MediaShape
 from omni_async.rewards import registry
 from omni_async.rewards.base import Outage, ScoreError, require_scores
@@ -254,7 +254,7 @@ def key(monkeypatch):
 
 
 def config(scorer="Judge", **params):
-    return stages.Scorer(name=f"{__name__}:{scorer}", params=params)
+    return sections.Scorer(name=f"{__name__}:{scorer}", params=params)
 
 
 def failure(scorer):
@@ -336,7 +336,7 @@ def test_a_secret_that_a_later_constructor_removes_from_the_environment_is_maske
             monkeypatch.delenv("JUDGE_KEY")
         return SimpleNamespace(name=config.name, score=lambda images, prompts: raises(ValueError(KEY))(0))
 
-    named = stages.Scorer(name="a", params={"key": "env:JUDGE_KEY"}), stages.Scorer(name="b")
+    named = sections.Scorer(name="a", params={"key": "env:JUDGE_KEY"}), sections.Scorer(name="b")
     settings = Reward(scorers=named, probe=False)
     answers = asyncio.run(answers_of(LoadedReward.load(settings, build=build), settings))
     assert all(KEY not in one.error for one in answers)

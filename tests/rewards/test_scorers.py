@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from omni_async.config import stages
+from omni_async.config import reward as sections
 from omni_async.control.reward_formula import NoReward
 from omni_async.media import Media
 from omni_async.plugins import entry_points as lookup
@@ -73,7 +73,7 @@ class Dear(Loud):
 
 
 def config(name: str, weight: float = 1.0, **params):
-    return stages.Scorer(name=name, weight=weight, params=params)
+    return sections.Scorer(name=name, weight=weight, params=params)
 
 
 def own(name: str, weight: float = 1.0, **params):
@@ -81,7 +81,7 @@ def own(name: str, weight: float = 1.0, **params):
 
 
 def scored(*scorers, media=MEDIA, prompts=PROMPTS):
-    return score_all(LoadedReward.load(stages.Reward(scorers=scorers)), media, prompts)
+    return score_all(LoadedReward.load(sections.Reward(scorers=scorers)), media, prompts)
 
 
 def kilobytes(image, quality):

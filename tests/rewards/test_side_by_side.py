@@ -8,7 +8,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from omni_async.config.stages import Reward, Scorer
+from omni_async.config.reward import Reward, Scorer
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
 from omni_async.simulation.virtual_time import VirtualClock

@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from omni_async.config.stages import Resources, Reward, Server
+from omni_async.config.reward import Reward, Server
+from omni_async.config.section import Resources
 from omni_async.plugins.services import ServiceSite
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.scorers import model_servers

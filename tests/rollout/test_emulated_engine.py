@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from omni_async.config.stages import Emulated
+from omni_async.config.rollout import Emulated
 from omni_async.diffusion.sde.transitions import log_prob, transition
 from omni_async.media import require_media
 from omni_async.performance.profile import Payload, ServiceTime

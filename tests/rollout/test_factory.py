@@ -6,7 +6,7 @@ import torch
 
 from omni_async.config import with_spec
 from omni_async.config.schema import Config, Placement
-from omni_async.config.stages import Resources
+from omni_async.config.section import Resources
 from omni_async.performance.profile import NOTHING, Profile
 from omni_async.plugins.families import find_family
 from omni_async.rollout.emulated import EmulatedEngine, ReplayedTimes

@@ -13,7 +13,7 @@ import torch
 
 from omni_async.config.role_table import BUILT_IN, CONTROL
 from omni_async.config.schema import Config
-from omni_async.config.stages import Resources
+from omni_async.config.section import Resources
 from omni_async.control.control_state import ControlState, LedgerState
 from omni_async.plugins.families import find_family
 from omni_async.roles.builders import WorkerContext, coordinator, trainer

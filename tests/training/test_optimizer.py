@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from omni_async.config.stages import StepSize
+from omni_async.config.trainer import StepSize
 from omni_async.training.optimizer import (
     build_optimizer,
     clip_factor,

@@ -14,7 +14,7 @@ from pathlib import Path
 from omni_async.commands.memory.amounts import GIB, Amount
 from omni_async.config import Config, ConfigError
 from omni_async.config.reading import open_file
-from omni_async.config.stages import Scorer, Server
+from omni_async.config.reward import Scorer, Server
 from omni_async.config.tensor_files import read_header
 from omni_async.rewards import registry
 from omni_async.rewards.scorers.pretrained import folder_of

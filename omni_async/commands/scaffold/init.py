@@ -26,7 +26,8 @@ from omni_async.commands.scaffold.proposals import (
 )
 from omni_async.commands.scaffold.recipe import REASONS, Answers, Reward, Tree, compose
 from omni_async.commands.scaffold.shipped import copy_recipes
-from omni_async.config import Config, ConfigError, load, stages
+from omni_async.config import Config, ConfigError, load
+from omni_async.config import reward as sections
 from omni_async.config.load import decode
 from omni_async.config.section import size_text
 from omni_async.config.tree import errors_of, path_params, set_override
@@ -136,7 +137,7 @@ def _reward(options: argparse.Namespace, questions: Questions, prompts: Sequence
         if need not in params:
             asked, hint = f"{name}: its parameter {need}", f"{name} needs it; or name another scorer with --reward"
             params[need] = questions.answer(f"--param {need}=VALUE", None, asked, None, lambda value: value, hint)
-    cost = registry.cost_of(stages.Scorer(name=name))
+    cost = registry.cost_of(sections.Scorer(name=name))
     if registry.takes_param(name, "server") and not params.keys() & {"server", "urls"}:
         return Reward(name, {**params, "server": _JUDGE, "model": _JUDGE}, cost, judge=str(params["model"]))
     return Reward(name, params, cost)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from omni_async.config import ConfigError, stages
+from omni_async.config import ConfigError
+from omni_async.config import reward as sections
 from omni_async.config.hub import downloaded
 from omni_async.config.load import family_of
 from omni_async.data.prompts import load_prompts
@@ -64,7 +65,7 @@ def held_out_beside(path: str) -> str | None:
 def propose_reward(prompts: Sequence[Prompt], spec: SamplingSpec) -> tuple[str, str]:
     """Return the name of a scorer that fits the prompts and the samples, and why."""
     for name in _BY_PROMPT:
-        scorer = stages.Scorer(name=name, params=dict.fromkeys(registry.required_params(name), ""))
+        scorer = sections.Scorer(name=name, params=dict.fromkeys(registry.required_params(name), ""))
         check = registry.prompt_check(scorer)
         if check is not None and fits(name, spec) and not any(map(check, prompts)):
             height = next((shape.shape[-2] for shape in spec.media() if shape.part != "audio"), 0)

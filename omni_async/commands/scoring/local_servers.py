@@ -25,7 +25,7 @@ from omni_async.rewards.base import Addresses, ScoreError
 from omni_async.roles.vllm_server import VllmServer
 
 if TYPE_CHECKING:
-    from omni_async.config.stages import Reward, Server
+    from omni_async.config.reward import Reward, Server
 
 Tell = Callable[[str], Awaitable[None]]
 

@@ -22,7 +22,7 @@ from omni_async.commands.scoring.local_servers import local_servers
 from omni_async.commands.scoring.samples import Sample, find_samples
 from omni_async.config import Config, ConfigError
 from omni_async.config.redact import one_line, redact_text
-from omni_async.config.stages import ScoreCache
+from omni_async.config.reward import ScoreCache
 from omni_async.control.reward_formula import RewardFormula
 from omni_async.data.media_files import read_media
 from omni_async.data.prompts import PromptCheck

@@ -9,7 +9,7 @@ import asyncio
 from urllib.parse import quote
 
 from omni_async.config.redact import resolve_references
-from omni_async.config.stages import Reward, Server
+from omni_async.config.reward import Reward, Server
 from omni_async.rewards.base import Addresses, ScoreError
 
 # How long to wait for the workers of the run if other servers are available.

@@ -17,7 +17,7 @@ from functools import partial
 
 from omni_async.aio.clock import WallClock
 from omni_async.aio.waiting import Event, FairQueue, Stopped, cancel, unless
-from omni_async.config.stages import Reward
+from omni_async.config.reward import Reward
 from omni_async.control.reward_formula import RewardFormula
 from omni_async.media import Media
 from omni_async.rewards import registry

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from omni_async.config import ConfigError, schema, stages
+from omni_async.config import ConfigError, schema
+from omni_async.config import reward as sections
 from omni_async.config.load import decode
 from omni_async.config.section import InMemory, Plain, Seconds, Section, SizeText, most
 from omni_async.config.tree import errors_of, read_tree
@@ -53,7 +54,7 @@ class Server(Section, kw_only=True, frozen=True):
 
 class ServerConfig(Section, kw_only=True, frozen=True):
     server: Server = Server()
-    reward: stages.Reward
+    reward: sections.Reward
     placement: schema.Placement = schema.Placement()
     """As in a recipe; only `reward.gpus` has a meaning here."""
 

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from omni_async.algorithms.registry import find_objective, objective_names
 from omni_async.config.describe import describe, description, fields_of, walk
+from omni_async.config.rollout import Rollout, Sde
 from omni_async.config.section import Section
-from omni_async.config.stages import Rollout, Sde
 from omni_async.plugins.backends import backend_names, load_backend
 from omni_async.plugins.families import family_names, find_family
 from omni_async.plugins.programs import find_program, program_names

@@ -19,7 +19,7 @@ from omni_async.aio.clock import WallClock
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.config import Config, ConfigError
 from omni_async.config.redact import one_line
-from omni_async.config.stages import ScoreCache
+from omni_async.config.reward import ScoreCache
 from omni_async.rewards import registry
 from omni_async.rewards.base import Outage, WrongScorer
 from omni_async.rewards.health import ScorerHealth

@@ -16,7 +16,8 @@ from omni_async.commands.memory.scorers import _server
 from omni_async.commands.memory.trainer import MeasuredTrainer, checkpoint_bytes, estimate_trainer, rows_of
 from omni_async.commands.memory.verdict import judge, ways_out
 from omni_async.config import Config, ConfigError
-from omni_async.config.stages import Resources, Server
+from omni_async.config.reward import Server
+from omni_async.config.section import Resources
 from tests.support.configs import build
 from tests.support.places import ROOT
 

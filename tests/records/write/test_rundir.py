@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from omni_async.aio.clock import ManualClock
-from omni_async.config import schema, stages
+from omni_async.config import schema, trainer
 from omni_async.records.write.attempts import Attempt
 from omni_async.records.write.rundir import RunDirectory, RunDirectoryError, SpanLog, append_jsonl
 from omni_async.types import Span
@@ -33,7 +33,7 @@ def test_a_run_folder_has_its_folders_and_the_resolved_configuration_and_those_o
     assert run.samples.is_dir() and run.checkpoints.is_dir()
     resolved = yaml.safe_load(run.config_yaml.read_text())
     assert resolved["rollout"]["group_size"] == 8
-    assert msgspec.convert(resolved, schema.Config).trainer == stages.Trainer()
+    assert msgspec.convert(resolved, schema.Config).trainer == trainer.Trainer()
     assert RunDirectory(run.path).is_running()
     run.release()
     assert not RunDirectory(run.path).is_running()

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from aiohttp import web
 
-from omni_async.config.stages import Reward
+from omni_async.config.reward import Reward
 from omni_async.rewards import wire
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.scorers import model_servers

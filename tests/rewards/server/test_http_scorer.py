@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from examples import brightness_server
-from omni_async.config import stages
+from omni_async.config import reward as sections
 from omni_async.rewards import registry, wire
 from omni_async.rewards.base import Outage, ScoreError, require_scores
 from omni_async.rewards.scorers.http import HttpScorer
@@ -100,12 +100,12 @@ async def test_a_megabyte_of_text_is_cut_and_an_outage_of_one_sample_is_an_outag
 )
 def test_a_url_that_is_none_or_holds_a_credential_is_refused(url):
     with pytest.raises(registry.ScorerConfigError, match="parameter 'urls'"):
-        registry.build(stages.Scorer(name="http", params={"urls": [url]}))
+        registry.build(sections.Scorer(name="http", params={"urls": [url]}))
 
 
 def test_the_token_reaches_no_message(monkeypatch):
     monkeypatch.setenv("A_TOKEN", "sesame-sesame-sesame")
-    config = stages.Scorer(name="http", params={"urls": ["http://127.0.0.1:1"], "token": "env:A_TOKEN"})
+    config = sections.Scorer(name="http", params={"urls": ["http://127.0.0.1:1"], "token": "env:A_TOKEN"})
     assert registry.secrets_of(config) == {"sesame-sesame-sesame"}
     assert registry.concurrency_of(config) is None
 

@@ -11,7 +11,8 @@ import torch
 
 from omni_async.commands.scoring.local_servers import local_servers
 from omni_async.config import ConfigError
-from omni_async.config.stages import Resources, Reward, Scorer, Server
+from omni_async.config.reward import Reward, Scorer, Server
+from omni_async.config.section import Resources
 from omni_async.rewards.base import ScoreError
 from omni_async.roles.vllm_server import VllmServer
 from tests.roles.test_vllm_server import FAKE, ROOT

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from omni_async import cli
 from omni_async.config.describe import walk
-from omni_async.config.stages import Reward
+from omni_async.config.reward import Reward
 from omni_async.data.image_files import drawn_image, read_prompt_image
 from omni_async.media import Media
 from omni_async.rewards import wire

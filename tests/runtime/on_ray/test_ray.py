@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from omni_async.config import ConfigError
-from omni_async.config.stages import Resources
+from omni_async.config.section import Resources
 from omni_async.media import Media
 from omni_async.performance.profile import NOTHING, Profile, ServiceTime, write_profile
 from omni_async.records.write.rundir import RunDirectory

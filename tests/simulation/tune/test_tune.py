@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from omni_async.commands.command_line import require_writable
 from omni_async.config import ConfigError, load
 from omni_async.config.algorithm import Correction, Teacher
-from omni_async.config.stages import Resources
+from omni_async.config.section import Resources
 from omni_async.performance.profile import ServiceTime
 from omni_async.simulation.simulate import simulate
 from omni_async.simulation.tune.keys import ENGINES, RANKS, REWARDERS, SPLIT, SWAP, TUNED, S, keys_of

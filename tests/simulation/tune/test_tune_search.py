@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from omni_async.config import ConfigError
 from omni_async.config.checks import check
-from omni_async.config.stages import Pool, Resources, Scorer
+from omni_async.config.reward import Pool, Scorer
+from omni_async.config.section import Resources
 from omni_async.performance.law import smallest_useful_budget
 from omni_async.performance.profile import ScorerTime, ServiceTime
 from omni_async.simulation.tune import keys as key

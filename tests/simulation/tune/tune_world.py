@@ -11,7 +11,8 @@ from omni_async.config import Config
 from omni_async.config.algorithm import Correction
 from omni_async.config.schedule import num_devices
 from omni_async.config.schema import Staleness
-from omni_async.config.stages import Resources, Trainer
+from omni_async.config.section import Resources
+from omni_async.config.trainer import Trainer
 from omni_async.performance.law import stage_times
 from omni_async.performance.profile import Profile, ServiceTime
 from omni_async.simulation.result import Occupancy, Simulated
