@@ -19,7 +19,7 @@ import yaml
 
 from omni_async.cli import _parse
 from omni_async.config.load import load
-from omni_async.records.write.catalogue import METRICS
+from omni_async.records.write.metrics import METRICS
 from omni_async.records.write.sinks.prometheus_sink import described
 from tests.support.patience import PATIENCE, wait_for
 from tests.support.places import ROOT

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from omni_async.config.layout import ParallelLayout
-from omni_async.records.write.catalogue import METRICS
+from omni_async.records.write.metrics import METRICS
 from omni_async.training import TrainingError
 from omni_async.training.device import sum_of_rows
 from omni_async.training.engine import TrainEngine

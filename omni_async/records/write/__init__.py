@@ -2,6 +2,6 @@
 
 `RunDirectory` has the paths of a run folder and its line files. `SpanLog` keeps spans; `summarise` computes a `Summary`
 from them and `write_trace` the timeline. `for_stream` returns a `Console`. `sinks` sends to MLflow and others, each in
-its own thread. `catalogue` describes every metric. `image_grid` and `write_media` make samples visible. Nothing here
+its own thread. `metrics` lists every metric. `image_grid` and `write_media` make samples visible. Nothing here
 makes decisions: the callers own the run.
 """

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import omni_async
 from omni_async.algorithms import objectives
-from omni_async.records.write.catalogue import METRICS, Group, chart, find, markdown
+from omni_async.records.write.catalogue import chart, find, markdown
+from omni_async.records.write.metric import Group
+from omni_async.records.write.metrics import METRICS
 from tests.support.places import ROOT
 
 PACKAGE = Path(omni_async.__file__).parent

@@ -24,7 +24,8 @@ from omni_async.config import schema
 from omni_async.config.proxies import is_loopback, proxy_for, through
 from omni_async.config.redact import redact_text
 from omni_async.config.writing import open_lock
-from omni_async.records.write.catalogue import Group, chart
+from omni_async.records.write.catalogue import chart
+from omni_async.records.write.metric import Group
 from omni_async.records.write.sinks.base import About, Ended, Sink, SinkUnusableError, command_of
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ from prometheus_client import CollectorRegistry, Gauge, Info, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from omni_async.config import schema
-from omni_async.records.write.catalogue import Metric, find
+from omni_async.records.write.catalogue import find
 from omni_async.records.write.files import keep_from_children
+from omni_async.records.write.metric import Metric
 from omni_async.records.write.sinks.base import About, Ended, Sink, SinkUnusableError
 
 _PREFIX = "omni_async_"

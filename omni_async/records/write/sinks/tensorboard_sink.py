@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from omni_async.config import schema
-from omni_async.records.write.catalogue import METRICS, Group, chart
+from omni_async.records.write.catalogue import chart
+from omni_async.records.write.metric import Group
+from omni_async.records.write.metrics import METRICS
 from omni_async.records.write.sinks.base import About, Ended, Sink, command_of
 
 if TYPE_CHECKING:

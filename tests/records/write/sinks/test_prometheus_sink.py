@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from omni_async.config import schema
-from omni_async.records.write.catalogue import METRICS
+from omni_async.records.write.metrics import METRICS
 from omni_async.records.write.sinks import prometheus_sink
 from omni_async.records.write.sinks.base import SinkUnusableError
 from omni_async.records.write.sinks.feed import Sinks
