@@ -16,7 +16,8 @@ _PAGE = (ROOT / "docs/security.md").read_text(encoding="utf-8")
 _BOUNDS = [
     ("recipe, overrides", "config.tree", "_LARGEST_FILE _DEEPEST _LONGEST_CHAIN"),
     ("recipe, overrides", "config.yaml_text", "_MOST_VALUES _LONGEST_NUMBER"),
-    ("table", "data.tables", "_LARGEST_FILE _LONGEST_LINE DEEPEST _LARGEST_IMAGES"),
+    ("table", "data.tables", "_LARGEST_FILE _LARGEST_IMAGES"),
+    ("table", "data.rows", "LONGEST_LINE DEEPEST"),
     ("table", "data.tables", "_MOST_VALUES _MOST_COLUMNS _MOST_ROWS"),
     ("folder of a table", "data.folders", "_LARGEST_SIDECAR"),
     ("its images", "data.prompts", "_PIXELS_DECODED"),

@@ -24,7 +24,8 @@ from omni_async.config.hub import how_to_get_data
 from omni_async.config.reading import OutsideError, is_within, read_file
 from omni_async.data.image_files import one_line
 from omni_async.data.media_files import part_of
-from omni_async.data.tables import LEADS_OUT, SUFFIXES, Names, Row, Table, file_table, object_of
+from omni_async.data.rows import object_of
+from omni_async.data.tables import LEADS_OUT, SUFFIXES, Names, Row, Table, file_table
 
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _LARGEST_SIDECAR = 2**20  # bytes

@@ -16,7 +16,8 @@ from msgspec.structs import replace
 
 from omni_async.config import ConfigError
 from omni_async.data.bad_places import BadPlaces
-from omni_async.data.tables import EXAMPLE, NO_COLUMNS, Columns, Table, open_table
+from omni_async.data.rows import EXAMPLE
+from omni_async.data.tables import NO_COLUMNS, Columns, Table, open_table
 from omni_async.types import Prompt, PromptImage
 
 _PIXELS_DECODED = 2**30  # of images: some twenty seconds on one core; other images: only headers and checksums

@@ -1,17 +1,16 @@
 """Reads tables that a user names, for prompts, preference pairs and `omni-async score`.
 
 A table is a file (`.txt`, `.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, `.arrow`) or a folder (`folders`). It has one
-row per sample. `open_table` finds it; `Table.rows` reads one row at a time.
+row per sample. `open_table` finds it; `Table.rows` reads one row at a time, which `rows` decodes.
 
-Every row is bounded before it is decoded: in characters, values, levels of nesting and columns. The total is bounded,
-too. Errors are a ConfigError of one line that begins with the place of the row.
+Every row is bounded before it is decoded, and so is the total. Errors are a ConfigError of one line that begins with
+the place of the row.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,17 +21,15 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 
 from omni_async.config import ConfigError
-from omni_async.config.decoding import decode_json, num_values
+from omni_async.config.decoding import decode_json
 from omni_async.config.reading import OutsideError, open_file
 from omni_async.data.image_files import one_line
+from omni_async.data.rows import LONGEST_LINE, cells_of, object_of, plain_item, plain_row, require_unique_keys
 
 SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
-EXAMPLE = 'an object such as {"prompt": "a cat"}'
 LEADS_OUT = "leads out of its folder; copy the file into it, or name it on the command line"
-DEEPEST = 50  # levels of nesting in a row, as in a recipe: packing a prompt into a message recurses through them
 _LARGEST_FILE = 2**30  # bytes of a text, and of all rows of another file: they are held in memory
 _LARGEST_JSON = 2**28  # bytes of a `.json` file, which is decoded as a whole
-_LONGEST_LINE = 2**20  # characters of a row, targets and other keys included: they travel with every sample
 _LARGEST_IMAGES = 2**26  # bytes of the images inside a row
 _MOST_ROWS = 1_000_000  # of a file whose rows may take no bytes
 _MOST_VALUES = 20_000_000  # of all rows: each takes up to 100 bytes of memory
@@ -183,11 +180,11 @@ def _lines(file: BinaryIO, name: str) -> Iterator[tuple[int, str]]:
     if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
         raise ConfigError(f"{name} is larger than {_LARGEST_FILE} bytes")
     number = values = 0
-    while content := file.readline(4 * _LONGEST_LINE + 1):  # a character has four bytes at most
+    while content := file.readline(4 * LONGEST_LINE + 1):  # a character has four bytes at most
         number += 1
         where = f"{name}:{number}"
-        if len(content) > 4 * _LONGEST_LINE:
-            raise ConfigError(f"{where}: the line has more than {_LONGEST_LINE} characters")
+        if len(content) > 4 * LONGEST_LINE:
+            raise ConfigError(f"{where}: the line has more than {LONGEST_LINE} characters")
         values += content.count(b",") + content.count(b"[") + content.count(b"{")
         if values > _MOST_VALUES:
             raise ConfigError(f"{where}: more than {_MOST_VALUES} values; split it")
@@ -196,8 +193,8 @@ def _lines(file: BinaryIO, name: str) -> Iterator[tuple[int, str]]:
         except UnicodeDecodeError as error:
             byte = f"byte {error.object[error.start]:#04x}"
             raise ConfigError(f"{where}: not UTF-8 text: {byte}: {error.reason}") from None
-        if len(text) > _LONGEST_LINE:
-            raise ConfigError(f"{where}: the line has {len(text)} characters, more than {_LONGEST_LINE}")
+        if len(text) > LONGEST_LINE:
+            raise ConfigError(f"{where}: the line has {len(text)} characters, more than {LONGEST_LINE}")
         if "\0" in text:
             raise ConfigError(f"{where}: holds the character U+0000, where tokenizers may end a text; is this a text?")
         yield number, text
@@ -228,21 +225,10 @@ def _json(file: BinaryIO, name: str, names: Names) -> Iterator[Row]:
     if not isinstance(found, list):
         got = f"got a JSON {type(found).__name__}; put the rows into [ ]"
         raise ConfigError(f"{name}: expected a list of objects or of prompts, {got}")
-    _require_unique_keys(content.decode("utf-8-sig"), name)
+    require_unique_keys(content.decode("utf-8-sig"), name)
     for number, item in enumerate(found):
         where = f"{name}: row {number}"
-        yield Row(where, number, partial(_plain_item, item, where))
-
-
-def _plain_item(item: Any, where: str) -> dict[str, Any]:
-    if isinstance(item, str):
-        return {"prompt": item}
-    if not isinstance(item, dict):
-        raise ConfigError(f"{where}: expected a text, or {EXAMPLE}, got {repr(item)[:200]}")
-    if _depth_exceeds(item, DEEPEST):
-        raise ConfigError(f"{where}: nested more than {DEEPEST} levels deep")
-    _encoded(item, where)
-    return item
+        yield Row(where, number, partial(plain_item, item, where))
 
 
 def _csv(file: BinaryIO, name: str, names: Names, delimiter: str = ",") -> Iterator[Row]:
@@ -272,70 +258,7 @@ def _csv(file: BinaryIO, name: str, names: Names, delimiter: str = ",") -> Itera
         if len(cells) > len(columns):
             raise ConfigError(f"{where}: more cells than the first line has columns")
         row = {key: cell for key, cell in zip(columns, cells, strict=False) if cell or key == names.prompt}
-        yield Row(where, number, partial(_cells, row, where))
-
-
-def _cells(row: dict[str, str], where: str) -> dict[str, Any]:
-    """Return the cells of a CSV; cells with lists and objects are JSON."""
-    found: dict[str, Any] = dict(row)
-    for key in ("metadata", "images"):
-        if key in row:
-            found[key] = decode(row[key], f"{where}: {key}")
-            require_plain_object({key: found[key]}, row[key], f"{where}: {key}")
-    return found
-
-
-def object_of(line: str, where: str) -> dict[str, Any]:
-    """Return the JSON object of a line. Raises ConfigError, which begins with `where`, if it is invalid."""
-    fields = decode(line, where)
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{where}: expected {EXAMPLE}, got {line[:200]}")
-    require_plain_object(fields, line, where)
-    return fields
-
-
-def decode(line: str, where: str) -> Any:
-    """Decode JSON from a user. Raises ConfigError, one line that begins with `where`, if it is invalid."""
-    try:
-        return decode_json(line.encode("utf-8", "surrogatepass"))
-    except msgspec.DecodeError as error:
-        why = str(error)
-        if "nested" in why:
-            why = f"nested more than {DEEPEST} levels deep"
-        if "truncated" in why and "\\ud" in line.lower():  # the decoder waits for the other half
-            why = "half a surrogate pair (like \\ud800) is no character"
-        raise ConfigError(f"{where}: not valid JSON: {why}") from None
-
-
-def require_plain_object(fields: dict[str, Any], line: str, where: str) -> None:
-    """Raise ConfigError, which begins with `where`, if an object nests too deeply, or its JSON repeats a key."""
-    if _depth_exceeds(fields, DEEPEST):
-        raise ConfigError(f"{where}: nested more than {DEEPEST} levels deep")
-    if line.count(":") != len(fields):  # equal: every colon belongs to a present key, and nothing is nested
-        _require_unique_keys(line, where)
-
-
-def _depth_exceeds(value: Any, deepest: int) -> bool:
-    """Return whether lists and objects are nested deeper than `deepest` levels, without recursion."""
-    level: list[Any] = [value]
-    for _ in range(deepest):
-        items = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
-        level = [item for item in items if isinstance(item, dict | list)]
-        if not level:
-            return False
-    return True
-
-
-def _require_unique_keys(line: str, where: str) -> None:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ConfigError(f"{where}: key {twice[:80]!r} given twice")
-        return found
-
-    json.loads(line, object_pairs_hook=unique)
+        yield Row(where, number, partial(cells_of, row, where))
 
 
 # ---- columnar formats ------------------------------------------------------------------------------------------------
@@ -345,56 +268,17 @@ def _columnar(file: BinaryIO, name: str, names: Names, arrow: bool = False) -> I
     from omni_async.data.arrow_files import arrow_rows
     from omni_async.data.parquet import Bounds, plain_rows
 
-    bounds = Bounds(_MOST_ROWS, _MOST_COLUMNS, 4 * _LONGEST_LINE, _LARGEST_IMAGES, _MOST_VALUES)
+    bounds = Bounds(_MOST_ROWS, _MOST_COLUMNS, 4 * LONGEST_LINE, _LARGEST_IMAGES, _MOST_VALUES)
     held = values = 0
     for number, cells in (arrow_rows if arrow else plain_rows)(file, name, bounds, names.binary):
         where = f"{name}: row {number}"
-        row, size, num = _plain_row(cells, where, names.prompt)
+        row, size, num = plain_row(cells, where, names.prompt)
         held += size
         values += num
         if held > _LARGEST_FILE or values > _MOST_VALUES:
             allowed = f"{_LARGEST_FILE} bytes and {_MOST_VALUES} values"
             raise ConfigError(f"{where}: a table has at most {allowed}; split it")
         yield Row(where, number, partial(dict, row))
-
-
-def _plain_row(cells: dict[str, Any], where: str, prompt: str | None) -> tuple[dict[str, Any], int, int]:
-    """Return a row as JSON values, its bytes and number of values.
-
-    Images stay bytes. Empty cells are left out, except in the column `prompt`."""
-    images = {name: _image(cell) for name, cell in cells.items() if _holds_bytes(cell)}
-    kept = {name: cell for name, cell in cells.items() if cell is not None or name == prompt}
-    text = _encoded({name: cell for name, cell in kept.items() if name not in images}, where)
-    size = sum(len(one) for cell in images.values() for one in (cell if isinstance(cell, list) else [cell]) if one)
-    images = {name: cell for name, cell in images.items() if cell is not None}
-    row = msgspec.json.decode(text)
-    if _depth_exceeds(row, DEEPEST):
-        raise ConfigError(f"{where}: nested more than {DEEPEST} levels deep")
-    return row | images, len(text) + size, num_values(text)
-
-
-def _holds_bytes(cell: Any) -> bool:
-    if isinstance(cell, list):
-        return any(map(_holds_bytes, cell))
-    return isinstance(cell, bytes) or (isinstance(cell, dict) and "bytes" in cell and cell.keys() <= {"bytes", "path"})
-
-
-def _image(cell: Any) -> Any:
-    """Return the bytes, or the path, of an image in the form of Hugging Face datasets."""
-    if isinstance(cell, list):
-        return [_image(one) for one in cell]
-    return cell["bytes"] or cell.get("path") if isinstance(cell, dict) else cell
-
-
-def _encoded(row: dict[str, Any], where: str) -> bytes:
-    """Return the row as JSON. ConfigError if it is too long, or not representable in JSON."""
-    try:
-        text = msgspec.json.encode(row)
-    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{where}: {one_line(error)}") from None
-    if len(text) > 4 * _LONGEST_LINE:
-        raise ConfigError(f"{where}: the row has {len(text)} bytes, more than {_LONGEST_LINE} characters")
-    return text
 
 
 _READERS: dict[str, Callable[[BinaryIO, str, Names], Iterator[Row]]] = {
