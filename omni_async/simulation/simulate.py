@@ -123,16 +123,44 @@ def simulate(
 
     with _rarely_collecting():
         world = run(play())
+    wall_s = time.perf_counter() - started
+    return _result(config, world, steady, ends, paces, wall_s)
+
+
+def sweep(config: Config, profile: Profile, *, updates: int | None = None, seed: int = 0) -> Sweep:
+    """Simulate a job under every schedule and several staleness budgets, with room in the buffers.
+
+    Arguments and errors are those of `simulate`."""
+    found = arms(config)
+    possible = [arm for arm in found if arm.problem is None]
+    return Sweep(
+        {arm.name: simulate(arm.config, profile, updates=updates, seed=seed) for arm in possible},
+        {arm.name: arm.problem for arm in found if arm.problem is not None},
+    )
+
+
+def _result(
+    config: Config, world: World, steady: Steady, ends: list[float], paces: list[Pace], wall_s: float
+) -> Simulated:
+    """Return the result of a job that has been played.
+
+    Args:
+        config: The job, in samples; the world's is in bundles.
+        world: The world after the last update.
+        steady: The updates that count.
+        ends: The virtual time of every update's end.
+        paces: What admission measured by the end of every update.
+        wall_s: The seconds that playing took."""
     steps = [after - before for before, after in pairwise(ends[steady.first - 1 : steady.last])]
-    step, times, devices = statistics.fmean(steps), times_of(config, profile), num_devices(config)
+    step, times, devices = statistics.fmean(steps), times_of(config, world.profile), num_devices(config)
     images = config.trainer.groups_per_update * config.rollout.group_size
     rate = images / step if step > 0 else math.inf
-    ledger, meters = world.coordinator.ledger, world.meters
+    ledger, meters, bundle = world.coordinator.ledger, world.meters, world.bundle
     staleness = dict(sorted(ledger.staleness.items()))
     return Simulated(
-        updates=updates,
+        updates=len(ends),
         virtual_s=ends[-1],
-        wall_s=time.perf_counter() - started,
+        wall_s=wall_s,
         step_s=step,
         step_spread_s=statistics.pstdev(steps),
         images_per_s=rate,
@@ -149,18 +177,6 @@ def simulate(
         times=times,
         law_s=async_step(times, config.staleness.max_updates),
         bundle=bundle,
-    )
-
-
-def sweep(config: Config, profile: Profile, *, updates: int | None = None, seed: int = 0) -> Sweep:
-    """Simulate a job under every schedule and several staleness budgets, with room in the buffers.
-
-    Arguments and errors are those of `simulate`."""
-    found = arms(config)
-    possible = [arm for arm in found if arm.problem is None]
-    return Sweep(
-        {arm.name: simulate(arm.config, profile, updates=updates, seed=seed) for arm in possible},
-        {arm.name: arm.problem for arm in found if arm.problem is not None},
     )
 
 
