@@ -6,7 +6,6 @@ and profile always give the same lanes. Waits for nothing real.
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
@@ -21,7 +20,7 @@ from omni_async.config import Config, load
 from omni_async.control.events import RunEvent
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.timeline import WAITS, union
-from omni_async.runtime.inprocess import InProcessCluster
+from omni_async.runtime.inprocess import events_of
 from omni_async.runtime.preflight.check import preflight
 from omni_async.simulation.virtual_time import VirtualClock
 from omni_async.simulation.virtual_time import run as run_in_virtual_time
@@ -106,23 +105,4 @@ def _spans(events: Sequence[RunEvent]) -> list[Span]:
 def _emulated(config: Config) -> list[RunEvent]:
     """Run a job in virtual time and return its events."""
     with tempfile.TemporaryDirectory() as folder:
-        inputs = preflight(config)
-        events: list[RunEvent] = []
-
-        async def watch(cluster: InProcessCluster) -> None:
-            while not any(event.kind == "ended" for event in events):
-                events.extend(await cluster.coordinator.events())
-
-        async def main() -> None:
-            cluster = InProcessCluster(inputs, RunDirectory(Path(folder)), VirtualClock())
-            await cluster.start()
-            services = [asyncio.create_task(work) for work in cluster.services().values()]
-            await asyncio.gather(watch(cluster), *cluster.work().values(), *cluster.workers().values())
-            for service in services:
-                service.cancel()
-            await asyncio.gather(*services, return_exceptions=True)
-            await cluster.coordinator.conclude()  # so that there is an event to take
-            events.extend(await cluster.coordinator.events())
-
-        run_in_virtual_time(main())
-    return events
+        return run_in_virtual_time(events_of(preflight(config), RunDirectory(Path(folder)), VirtualClock()))

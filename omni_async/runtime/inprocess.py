@@ -6,10 +6,12 @@ call by another worker is in the caller's log.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import Any
 
 from omni_async.aio.clock import Clock, WallClock
+from omni_async.control.events import RunEvent
 from omni_async.plugins.entry_points import load_named
 from omni_async.records.write.devices import Device, DeviceSampler
 from omni_async.records.write.logs import SharedOutput, printing_as
@@ -98,3 +100,25 @@ class InProcessCluster(Cluster):
         finally:
             self._devices.stop()
             self._output.close()
+
+
+async def events_of(inputs: RunInputs, run: RunDirectory, clock: Clock) -> list[RunEvent]:
+    """Run a job to its end without a driver, and return everything that happened.
+
+    Recoverable faults are not handled: the first exception of a role is raised."""
+    cluster = InProcessCluster(inputs, run, clock)
+    events: list[RunEvent] = []
+
+    async def watch() -> None:
+        while not any(event.kind == "ended" for event in events):
+            events.extend(await cluster.coordinator.events())
+
+    await cluster.start()
+    services = [asyncio.create_task(work) for work in cluster.services().values()]
+    await asyncio.gather(watch(), *cluster.work().values(), *cluster.workers().values())
+    for service in services:
+        service.cancel()
+    await asyncio.gather(*services, return_exceptions=True)
+    await cluster.coordinator.conclude()  # its event, at least, can be taken
+    events.extend(await cluster.coordinator.events())
+    return events

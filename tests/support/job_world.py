@@ -3,7 +3,6 @@ the command line in a process of its own, or on Ray actors that are killed meanw
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -30,7 +29,7 @@ from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import Summary, read_summary
 from omni_async.runtime.driver.control_socket import ControlError, Request, ask
 from omni_async.runtime.driver.train import train
-from omni_async.runtime.inprocess import InProcessCluster
+from omni_async.runtime.inprocess import events_of
 from omni_async.runtime.preflight.check import preflight
 from omni_async.simulation.virtual_time import VirtualClock
 from omni_async.simulation.virtual_time import run as run_in_virtual_time
@@ -251,24 +250,7 @@ def emulate(recipe: Path | Config, *overrides: str, folder: Path | None = None) 
         assert isinstance(recipe, Path)
         folder = recipe.parent / f"run-{len(list(recipe.parent.iterdir()))}"
     folder.mkdir(exist_ok=True)
-    events: list[RunEvent] = []
-
-    async def watch(cluster: InProcessCluster) -> None:
-        while not any(event.kind == "ended" for event in events):
-            events.extend(await cluster.coordinator.events())
-
-    async def main() -> None:
-        cluster = InProcessCluster(inputs, RunDirectory(folder), VirtualClock())
-        await cluster.start()
-        services = [asyncio.create_task(work) for work in cluster.services().values()]
-        await asyncio.gather(watch(cluster), *cluster.work().values(), *cluster.workers().values())
-        for service in services:
-            service.cancel()
-        await asyncio.gather(*services, return_exceptions=True)
-        await cluster.coordinator.phase("over")  # so that there is an event to take
-        events.extend(await cluster.coordinator.events())
-
-    run_in_virtual_time(main())
+    events = run_in_virtual_time(events_of(inputs, RunDirectory(folder), VirtualClock()))
     made = Emulated(inputs.config, events)
     assert (made.ended["status"], made.ended["reason"]) == ("done", None)
     assert [update["version"] for update in made.updates] == list(range(1, made.config.trainer.updates + 1))
