@@ -45,8 +45,15 @@ from omni_async.control.events import EventLog, RunEvent
 from omni_async.control.group import Group
 from omni_async.control.group_table import GroupTable, TooStale
 from omni_async.control.ledger import Ledger
-from omni_async.control.reasons import count
-from omni_async.control.reporting import Record, buffer_statistics, control_state, round_event, update_event
+from omni_async.control.reporting import (
+    Record,
+    buffer_statistics,
+    control_state,
+    endings,
+    round_event,
+    totals,
+    update_event,
+)
 from omni_async.control.requests import GroupSource, RequestFactory, require_trained_steps
 from omni_async.control.reward_formula import RewardFormula
 from omni_async.control.sample import Complete, EndRun, Failure, Pause, Sample
@@ -333,18 +340,12 @@ class Coordinator:
             self._samples.end_samples(group)
         data, shown = update_event(report, [ready for _, ready in trained], self._config)
         data |= {
-            "images": self._samples.images,
-            "drawn": self._samples.drawn,
-            "encoded": self._samples.encoded,
-            "cached": self._samples.cached,
-            "steps": self._samples.steps,
-            "shared_steps": self._samples.shared_steps,
+            **totals(self._groups, self._samples),
+            **endings(self.ledger),
             "held": self.versions.held,
-            "buffers": buffer_statistics(self._groups, self._samples),
-            **self._endings(),
+            "scorers": self._scorers.take(),
+            "admission": self.admission.pace,
         }
-        data["scorers"] = self._scorers.take()
-        data["admission"] = self.admission.pace
         self._samples.begin_update()
         self._record.updated(data["reward"])
         self._log.add("update", data, shown)
@@ -563,19 +564,11 @@ class Coordinator:
     def _state(self) -> ControlState:
         return control_state(self.versions, self._source, self._groups, self._samples, self._validation, self._record)
 
-    def _endings(self) -> dict[str, dict[str, int]]:
-        """Return the groups by ending, and the short reasons of rejected and of dropped groups."""
-        return {
-            "conservation": self.ledger.counters(),
-            "reasons": count(self.ledger.reasons),
-            "drop_reasons": count(self.ledger.drop_reasons),
-        }
-
     async def statistics(self) -> dict[str, Any]:
         """Return the contents of buffers, the ends of groups, the versions of engines and the addresses of services."""
         return {
             "buffers": buffer_statistics(self._groups, self._samples),
-            **self._endings(),
+            **endings(self.ledger),
             "engines": dict(self.versions.engines),
             "scorers": self._scorers.now(),
             "addresses": {name: redact_text(address) for name, address in self._addresses.ready.items()},

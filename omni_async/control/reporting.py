@@ -16,6 +16,8 @@ from omni_async.config import Config
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import Shown
 from omni_async.control.group_table import GroupTable
+from omni_async.control.ledger import Ledger
+from omni_async.control.reasons import count
 from omni_async.control.requests import GroupSource
 from omni_async.control.rounds import Round
 from omni_async.control.sample_table import SampleTable
@@ -90,6 +92,23 @@ def buffer_statistics(groups: GroupTable, samples: SampleTable) -> dict[str, dic
     `reserved` counts promised and filled room. `ready` counts contents that can be taken now, or bytes that are held.
     `most` is the highest `ready` since the last update. `capacity` of bytes is None without a bound."""
     return {**groups.statistics(), "trajectories": samples.statistics(), "bytes": samples.bytes.statistics()}
+
+
+def totals(groups: GroupTable, samples: SampleTable) -> dict[str, Any]:
+    """Return the contents of the buffers, and the numbers of training samples and denoising steps.
+
+    `images` counts the samples generated so far; the other numbers are those since the last update."""
+    counted = ("images", "drawn", "encoded", "cached", "steps", "shared_steps")
+    return {"buffers": buffer_statistics(groups, samples), **{name: getattr(samples, name) for name in counted}}
+
+
+def endings(ledger: Ledger) -> dict[str, dict[str, int]]:
+    """Return the groups by ending, and the short reasons of rejected and of dropped groups."""
+    return {
+        "conservation": ledger.counters(),
+        "reasons": count(ledger.reasons),
+        "drop_reasons": count(ledger.drop_reasons),
+    }
 
 
 def control_state(

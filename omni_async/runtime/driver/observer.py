@@ -38,6 +38,7 @@ from omni_async.records.write.timeline import busy_fractions
 from omni_async.records.write.vanishing import GradientWatch
 from omni_async.runtime.cluster import RunControl
 from omni_async.runtime.driver.sample_files import SampleFiles
+from omni_async.runtime.driver.update_numbers import update_numbers
 from omni_async.store import ObjectStore
 from omni_async.types import Span
 
@@ -215,7 +216,7 @@ class Observer:
 
     def _update(self, data: dict[str, Any]) -> None:
         self.take_over()
-        version, reward, staleness = data["version"], data["reward"], data["staleness"]
+        version = data["version"]
         self._counted(data)
         self._finished.append((data["finished"], data["images"]))
         if not self._paces:
@@ -225,34 +226,15 @@ class Observer:
             del self._finished[0]
         rate = self._images_per_s(data["finished"])
         busy = self._recently_busy()
-        buffers = data["buffers"]
-        several = bool(self._config.rollout.buckets) and not self._config.unscored
-        numbers = {
-            **({} if self._config.unscored else {"reward": reward}),
-            **{f"reward/{name}": value for name, value in data["parts"].items()},
-            **({f"reward/bucket{number}": mean for number, mean in data["buckets"].items()} if several else {}),
-            "staleness/mean": sum(staleness) / len(staleness),
-            "staleness/max": max(staleness),
-            "images": data["images"],
-            "images_per_s": rate,
-            "encoder/calls": data["encoded"],
-            **({"encoder/hits": 1 - data["encoded"] / data["drawn"]} if data["drawn"] else {}),
-            **self._shared(data),
-            "score_cache/hits": data["cached"],
-            **_of_scorers(data["scorers"]),
-            "admission/lead_s": data["admission"].lead_s,
-            "admission/work_s": data["admission"].work_s,
-            "admission/reserve_s": data["admission"].reserve_s,
-            "admission/starved_s": data["admission"].starved_s,
-            "update_s": data["finished"] - data["started"],
-            "wall_s": self.wall_s(self._clock.now()),
-            **data["metrics"],
-            **self._stages.take(),
-            **{f"busy/{role}": shares["busy"] for role, shares in busy.items()},
-            **{f"buffers/{name}": held["reserved"] for name, held in buffers.items() if "reserved" in held},
-            "buffers/bytes_held/max": buffers["bytes"]["most"],
-            **device_metrics(self.devices()),
-        }
+        numbers = update_numbers(
+            self._config,
+            data,
+            images_per_s=rate,
+            wall_s=self.wall_s(self._clock.now()),
+            stages=self._stages.take(),
+            busy={role: shares["busy"] for role, shares in busy.items()},
+            devices=device_metrics(self.devices()),
+        )
         more = {name: data[name] for name in ("finished", "conservation")}
         self._record(version, {**numbers, **more})
         self._sinks.metrics(numbers, version)
@@ -264,11 +246,6 @@ class Observer:
     def _record(self, version: int, line: dict[str, Any]) -> None:
         self._run.append_metrics(version, line)
         self.on_line({"update": version, **line})
-
-    def _shared(self, data: dict[str, Any]) -> dict[str, float]:
-        if not self._config.rollout.share_prefix or not data["steps"]:
-            return {}
-        return {"prefix/shared": data["shared_steps"] / data["steps"]}
 
     def _counted(self, data: dict[str, Any]) -> None:
         self.made += 1
@@ -402,8 +379,3 @@ class Observer:
         if not self._config.scored:
             summary = msgspec.structs.replace(summary, first_reward=None, last_reward=None)
         return summary
-
-
-def _of_scorers(found: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return the cost of every scorer since the last update, by metric name."""
-    return {f"scorer/{label}/{name}": value for label, one in found.items() for name, value in one.items()}
