@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,23 +32,30 @@ class Media:
 
     image  uint8 (3, height, width), RGB
     video  uint8 (frames, 3, height, width), RGB, `fps` frames a second
-    audio  float32 (channels, n) in [-1, 1], `sample_rate` samples a second"""
+    audio  float32 (channels, n) in [-1, 1], `sample_rate` samples a second
+
+    `text` is a str without a layout; `finish` says how it ended: `stop`, or `length` at the largest number of
+    tokens."""
 
     image: Any = None
     video: Any = None
     fps: float | None = None
     audio: Any = None
     sample_rate: int | None = None
+    text: str | None = None
+    finish: Literal["stop", "length"] | None = None
 
     def __post_init__(self) -> None:
         if not self.parts:
-            raise ValueError("media without a part: expected an image, a video or audio")
-        for part in self.parts:
+            raise ValueError("media without a part: expected an image, a video, audio or a text")
+        for part in self.arrays:
             _require_layout(part, getattr(self, part))
         if (self.video is None) != (self.fps is None) or not (self.fps is None or self.fps > 0):
             raise ValueError(f"a video goes with fps > 0, got fps = {self.fps}")
         if (self.audio is None) != (self.sample_rate is None) or not (self.sample_rate is None or self.sample_rate > 0):
             raise ValueError(f"audio goes with sample_rate > 0, got sample_rate = {self.sample_rate}")
+        if not isinstance(self.text, str | None) or (self.text is None) != (self.finish is None):
+            raise ValueError(f"a text is a str with a finish, got {type(self.text).__name__} and {self.finish!r}")
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -56,17 +63,23 @@ class Media:
         return tuple(part for part in PARTS if getattr(self, part) is not None)
 
     @property
+    def arrays(self) -> tuple[str, ...]:
+        """The names of the present parts that are arrays: all but a text."""
+        return tuple(part for part in self.parts if part != "text")
+
+    @property
     def nbytes(self) -> int:
-        return sum(int(getattr(self, part).nbytes) for part in self.parts)
+        text = 0 if self.text is None else len(self.text.encode("utf-8", "surrogatepass"))
+        return text + sum(int(getattr(self, part).nbytes) for part in self.arrays)
 
     def numpy(self) -> Media:
         """Return the same media as contiguous NumPy arrays."""
-        arrays: dict[str, Any] = {part: _array(getattr(self, part)) for part in self.parts}
+        arrays: dict[str, Any] = {part: _array(getattr(self, part)) for part in self.arrays}
         return replace(self, **arrays)
 
     def copy(self) -> Media:
         """Return the same media with copied arrays."""
-        arrays: dict[str, Any] = {part: _array(getattr(self, part)).copy() for part in self.parts}
+        arrays: dict[str, Any] = {part: _array(getattr(self, part)).copy() for part in self.arrays}
         return replace(self, **arrays)
 
     # ---- in the layouts of Pillow, PyAV and soundfile, as copies -----------------------------------------------------
@@ -100,8 +113,9 @@ def evenly(frames: NDArray[np.uint8], count: int | None) -> NDArray[np.uint8]:
 
 def shape_of(media: Media) -> tuple[MediaShape, ...]:
     """Return the parts' shapes as a spec names them."""
-    rates = {"image": None, "video": media.fps, "audio": media.sample_rate}
-    return tuple(MediaShape(part, tuple(getattr(media, part).shape), rates[part]) for part in media.parts)  # type: ignore[arg-type]
+    rates = {"video": media.fps, "audio": media.sample_rate}
+    shapes = {part: tuple(getattr(media, part).shape) if part in media.arrays else () for part in media.parts}
+    return tuple(MediaShape(part, shape, rates.get(part)) for part, shape in shapes.items())  # type: ignore[arg-type]
 
 
 def require_media(media: Sequence[Media], spec: SamplingSpec) -> None:

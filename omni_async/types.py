@@ -321,7 +321,8 @@ class TrainGroup(msgspec.Struct, frozen=True):
     steps. `spec` is the `SamplingSpec` of all samples. `seeds` determine a sample's training noise and its subset of
     steps; the two samples of a preference pair share one. `weights[i][k]`, if given, are importance weights computed
     over the whole update; they replace weights that the trainer would compute from the group alone. `proximal_ratio`:
-    the ratio is relative to the proximal policy, regardless of `algorithm.correction`."""
+    the ratio is relative to the proximal policy, regardless of `algorithm.correction`. `prompt`: the group's, for kinds
+    whose rows are tokens; other kinds find the prompt's encoding in the trajectories."""
 
     group: int
     version: int
@@ -331,6 +332,7 @@ class TrainGroup(msgspec.Struct, frozen=True):
     step_versions: tuple[VersionSpans, ...]
     weights: tuple[tuple[float, ...], ...] | None = None
     proximal_ratio: bool = False
+    prompt: Prompt | None = None
 
 
 class SampleDrift(msgspec.Struct, frozen=True):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from omni_async.algorithms.registry import FINAL, STEPS, Objective, find_objective
+from omni_async.algorithms.registry import FINAL, STEPS, TOKENS, Objective, find_objective
 from omni_async.config.algorithm import Algorithm, Forward
 from omni_async.config.layout import ParallelLayout
 from omni_async.config.rollout import Sde
@@ -37,6 +37,7 @@ class Kind:
         rows are dealt. Preference files consist of such pairs.
     rewarded: whether its losses depend on rewards. Otherwise scorers only measure, and groups of one sample and groups
         of equal rewards are trained.
+    draws: what its rows are made of, as `PipelineFamily.draws`.
     requires: the trajectory tensors of its rows; every objective of the kind must name them.
     fields: the trajectory tensors that engines must return for an objective under a configuration.
     problems: combinations of an objective and the rest of the configuration that cannot work, one message each, in
@@ -50,6 +51,7 @@ class Kind:
     ratio: bool = False
     paired: bool = False
     rewarded: bool = True
+    draws: Literal["latents", "tokens"] = "latents"
     requires: tuple[str, ...] = ()
     fields: Callable[[Objective, Config], tuple[str, ...]] = lambda objective, config: objective.fields
     problems: Callable[[Objective, Config], Iterator[str]] = lambda objective, config: iter(())
@@ -136,6 +138,15 @@ BUILT_IN: tuple[Kind, ...] = (
             requires=FINAL,
         )
         for name in ("forward", "preference")
+    ),
+    Kind(
+        name="token",
+        summary="trains the tokens of answers",
+        loss="omni_async.training.token_loss:TokenLoss",
+        rows_per_sample=lambda config: 1,  # a row is a whole answer
+        ratio=True,
+        draws="tokens",
+        requires=TOKENS,
     ),
 )
 

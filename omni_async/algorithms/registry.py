@@ -19,9 +19,10 @@ AuxiliaryPolicy = Literal["reference", "old", "ema", "teacher"]
 
 
 # The tensors that engines can return with a sample (`omni_async.rollout.base.Trajectory`).
-TRAJECTORY_FIELDS = ("latents", "log_probs", "means", "final", "conditioning")
+TRAJECTORY_FIELDS = ("latents", "log_probs", "means", "final", "conditioning", "prompt", "tokens")
 STEPS = ("latents", "log_probs", "conditioning")
 FINAL = ("final", "conditioning")
+TOKENS = ("prompt", "tokens", "log_probs")
 
 
 @dataclass(frozen=True)

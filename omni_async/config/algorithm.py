@@ -232,6 +232,18 @@ class Dpo(Section, kw_only=True, frozen=True):
     """Use beta / 2 (flow_grpo, VeRL-Omni) instead of beta (diffusers)."""
 
 
+class Token(Section, kw_only=True, frozen=True):
+    """Objectives on the tokens of answers."""
+
+    mean: Literal["sequence", "token", "constant"] = "sequence"
+    """Average over tokens. `sequence`: over the tokens of each answer, then over answers (GRPO, GSPO). `token`: over
+    all tokens of the optimizer step (DAPO, CISPO). `constant`: divide each answer's sum by the largest number of tokens
+    (Dr.GRPO)."""
+    overlong: Literal["train", "mask"] = "train"
+    """Treatment of answers that end at the largest number of tokens: train them like others, or leave them out of the
+    loss (DAPO's overlong filtering)."""
+
+
 class Forward(Section, kw_only=True, frozen=True):
     """Sigmas of the objectives that noise final latents themselves."""
 
@@ -304,6 +316,8 @@ class Algorithm(Section, kw_only=True, frozen=True):
     """awm."""
     dpo: Dpo = Dpo()
     """diffusion_dpo."""
+    token: Token = Token()
+    """token_grpo, token_gspo, token_cispo."""
     settings: Any = msgspec.field(default_factory=dict)
     """Settings of an objective of another package, which defines the keys; `omni-async list` shows them."""
 

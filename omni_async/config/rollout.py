@@ -92,8 +92,8 @@ EngineArg = Annotated[
 
 
 class Rollout(Section, kw_only=True, frozen=True):
-    engine: Literal["vllm_omni", "diffusers", "emulated"] = "vllm_omni"
-    """Engine that generates the samples."""
+    engine: Literal["vllm_omni", "diffusers", "transformers", "emulated"] = "vllm_omni"
+    """Engine that generates the samples. `vllm_omni` and `diffusers` draw latents, `transformers` draws tokens."""
     workers: Workers = 1
     """Number of engines, one producer actor each."""
     group_size: Alive = 8

@@ -149,7 +149,11 @@ class Weights(Section, kw_only=True, frozen=True):
     publish_every: Annotated[int, most(1001, ge=1)] = 1
     """Updates per publish; needs publish_every <= staleness.max_updates + 1."""
     swap: Literal["step", "request", "drain"] = "step"
-    """Time at which engines switch: between two denoising steps, between samples, or after all leased samples."""
+    """Time at which engines switch: between two denoising steps or tokens, between samples, or after all leased
+    samples."""
+    kv: Literal["keep", "recompute"] = "keep"
+    """Keys and values of the tokens before a swap in the middle of an answer: keep those of the old weights, or compute
+    them again with the new ones. Only for families that draw tokens."""
     bucket_mb: Annotated[int, most(65_536, "a bucket is one piece of memory on either side", ge=1)] = 256
     """Size of the flat buckets."""
     timeout_s: Seconds = 600.0

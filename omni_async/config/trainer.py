@@ -96,6 +96,9 @@ class Trainer(Section, kw_only=True, frozen=True):
     """Optimizer steps per update."""
     micro_batch_size: InMemory = 8
     """Rows (sample x trained step) per forward and backward on one rank."""
+    micro_batch_tokens: Annotated[int, most(2**24, ge=1)] = 8192
+    """Tokens of prompts and answers in a forward and backward on one rank, for objectives on tokens; a longer sequence
+    is computed alone. Answers to one prompt share its images."""
     groups_per_micro_batch: Alive = 1
     """Prompt groups whose rows share micro-batches, for a `micro_batch_size` above a rank's rows of one group. Groups
     wait for each other. It must divide the groups of an optimizer step; groups of different buckets never share."""

@@ -18,16 +18,16 @@ import msgspec
 from omni_async.plugins.entry_points import find_registered, registered_names
 
 GROUP = "omni_async.pipelines"
-PARTS = ("image", "video", "audio")  # parts of media
+PARTS = ("image", "video", "audio", "text")  # parts of media
 
 
 class MediaShape(msgspec.Struct, frozen=True):
     """One part of a sample's media.
 
     An image has shape (3, H, W); a video (F, 3, H, W), with its frames per second; audio (channels, n), with its
-    samples per second."""
+    samples per second; a text has the shape () whatever its length."""
 
-    part: Literal["image", "video", "audio"]
+    part: Literal["image", "video", "audio", "text"]
     shape: tuple[int, ...]
     rate: float | None = None
 
@@ -79,6 +79,11 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return False
 
     @property
+    def most_tokens(self) -> int | None:
+        """The largest number of tokens of an answer; None if the family draws latents."""
+        return None
+
+    @property
     def encoding_keys(self) -> tuple[str, ...]:
         """The keys, where the family has them, that decide how prompts are encoded, in addition to size and guidance.
 
@@ -125,7 +130,8 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     policy: `module:Class`.
     sampling: the class of its specs.
     vllm_pipeline, vllm_extension: the dotted classes passed to vLLM-Omni.
-    model_index_class: the `_class_name` that a checkpoint's `model_index.json` must have.
+    model_index_class: the `_class_name` that a checkpoint's `model_index.json` must have; with layout `transformers`
+        the first entry of `architectures` in its `config.json`.
     components: the checkpoint's folders with trained weights.
     prompt_images: the largest number of images of a prompt; the codec reads them by
         `omni_async.data.image_files.read_prompt_image`.
@@ -135,7 +141,11 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     comfyui_layers: (pattern, replacement) pairs that turn the name of a denoiser's layer into ComfyUI's name. The first
         pattern that matches the whole name counts. Empty: ComfyUI has no LoRA layout for these layers that only renames
         them.
-    parity: the `module:NAME` of the tuple of its `omni_async.commands.parity.case.Case`s."""
+    parity: the `module:NAME` of the tuple of its `omni_async.commands.parity.case.Case`s.
+    draws: what its policy draws: `latents` (an `omni_async.diffusion.policy.Policy`) or `tokens` (an
+        `omni_async.tokens.policy.TokenPolicy`).
+    layout: `diffusers`, a folder per component below a `model_index.json`; or `transformers`, one folder with a
+        `config.json` and all weights."""
 
     name: str
     policy: str
@@ -149,6 +159,8 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     attention_heads: str | None = None
     comfyui_layers: tuple[tuple[str, str], ...] = ()
     parity: str | None = None
+    draws: Literal["latents", "tokens"] = "latents"
+    layout: Literal["diffusers", "transformers"] = "diffusers"
 
 
 @cache

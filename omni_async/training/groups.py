@@ -21,6 +21,7 @@ from torch import Tensor
 from omni_async.config.rollout import Rollout
 from omni_async.diffusion.policy import Policy
 from omni_async.plugins.families import SamplingSpec
+from omni_async.types import Prompt
 
 # Dtypes other than float32. A log-ratio needs digits that a mean log-prob in float32 lacks (`sde.transitions`).
 _DTYPES = {"steps": torch.int64, "log_probs": torch.float64, "modality_log_probs": torch.float64}
@@ -38,7 +39,8 @@ class GroupBatch:
     proximal_ratio: use the ratio to the proximal policy, regardless of algorithm.correction.
     counts: False if this rank has no samples of the group. It then has a sample of another rank, which is computed,
         because that is collective, and adds nothing.
-    members: (group, sample number) of each trajectory if several groups are joined; None: all are of `group`."""
+    members: (group, sample number) of each trajectory if several groups are joined; None: all are of `group`.
+    prompts: the prompt of each trajectory, for kinds whose rows are tokens."""
 
     group: int
     spec: SamplingSpec
@@ -51,6 +53,7 @@ class GroupBatch:
     proximal_ratio: bool = False
     counts: bool = True
     members: Sequence[tuple[int, int]] | None = None
+    prompts: Sequence[Prompt] | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(self.trajectories), len(self.advantages), len(self.seeds), len(self.staleness)}
@@ -84,6 +87,7 @@ def joined(groups: Sequence[GroupBatch]) -> GroupBatch:
         size=sum(group.size for group in groups),
         weights=None if own[0].weights is None else weights,
         members=[member for group in own for member in group.sample_ids],
+        prompts=None if own[0].prompts is None else [one for group in own for one in group.prompts or ()],
     )
 
 

@@ -85,6 +85,31 @@ class ForwardInputs:
             raise ValueError(f"{whole[0]} rows are not whole samples of {self.draws} draws")
 
 
+@dataclass(frozen=True)
+class TokenInputs:
+    """N answers of T tokens in all, one after the other; a row is one answer.
+
+    log_prob (T,) is the current policy's, with the gradient; everything else is data. `old_log_prob` (T,) belongs to
+    the denominator of the ratio, `ref_log_prob` (T,) to the reference policy. advantage (N,). lengths (N,) int64, each
+    at least 1, with the sum T. weight (T,) is the off-policy correction; it multiplies only the policy-gradient part of
+    the loss. `most_tokens` is the largest number of tokens of an answer. Log-probs and weights are float64, in nats."""
+
+    log_prob: Tensor
+    old_log_prob: Tensor
+    advantage: Tensor
+    lengths: Tensor
+    most_tokens: int
+    weight: Tensor | None = None
+    ref_log_prob: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        tokens = self.log_prob.shape
+        if len(tokens) != 1:
+            raise ValueError(f"log_prob must have shape (T,), got {tuple(tokens)}")
+        _require_shape(self, ("old_log_prob", "weight", "ref_log_prob"), tokens, " like log_prob")
+        _require_shape(self, ("advantage",), self.lengths.shape, ", a number per answer")
+
+
 def _require_shape(inputs: object, names: Iterable[str], shape: torch.Size, like: str) -> None:
     for name in names:
         value = getattr(inputs, name)
