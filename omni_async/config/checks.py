@@ -180,9 +180,8 @@ def _staleness(c: Config) -> Iterator[str]:
 def _media_bytes(c: Config) -> int:
     """Return the bytes of the largest sample's images and videos, uint8; 0 if they are unknown."""
     specs = [spec for spec in c.rollout.specs if isinstance(spec, SamplingSpec) and c.emulation is None]
-    return max(
-        (sum(math.prod(part.shape) for part in spec.media() if part.part != "audio") for spec in specs), default=0
-    )
+    pixels = [[part.shape for part in spec.media() if part.part in ("image", "video")] for spec in specs]
+    return max((sum(map(math.prod, shapes)) for shapes in pixels), default=0)
 
 
 def _batching(c: Config) -> Iterator[str]:
