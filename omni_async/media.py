@@ -1,6 +1,7 @@
 """Defines the media of a sample: an image, a video, audio, a text, or several of them.
 
-A codec converts tensors to `Media`; a text is what a token policy answered. Media are stored, scored and shown as NumPy arrays, so none of this needs torch.
+A codec converts tensors to `Media`; a token policy answers with a text. Media are stored, scored and shown as NumPy
+arrays, so none of this needs torch.
 """
 
 from __future__ import annotations

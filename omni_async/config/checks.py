@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from omni_async.config.draws import draws_problems
 from omni_async.config.engine_args import engine_problems
 from omni_async.config.reward import Scorer
 from omni_async.config.schema import Config
@@ -27,6 +28,7 @@ def check(config: Config) -> str | None:
 
 def _problems(c: Config) -> Iterator[str]:
     for part in (
+        draws_problems,
         _data,
         _calls,
         _window,
@@ -193,8 +195,11 @@ def _batching(c: Config) -> Iterator[str]:
             f"weights.swap: 'step'{set_by} swaps between two denoising steps, and rollout.batching: request takes all"
             " steps of a batch at once; use swap: request or drain, or batching: step"
         )
-    if c.rollout.engine == "emulated" and c.emulation is None:
-        yield "rollout.batching: 'request' is for the engines vllm_omni and diffusers, not for 'emulated'; use 'step'"
+    if c.rollout.engine in ("emulated", "transformers") and c.emulation is None:
+        yield (
+            "rollout.batching: 'request' is for the engines vllm_omni and diffusers, not for"
+            f" {c.rollout.engine!r}; use 'step'"
+        )
 
 
 def _training(c: Config) -> Iterator[str]:

@@ -89,7 +89,8 @@ class RequestFactory:
         """Return the requests of a validation round.
 
         Every round has the same prompts and seeds, so that rounds differ by the policy alone. A prompt's seeds do not
-        depend on `validation.limit`."""
+        depend on `validation.limit`. Answers are drawn at the temperature of training, so a round's mean reward is that
+        of the policy that is trained."""
         validation, seed = self._config.validation, self._config.run.seed
         if validation is None:
             return []

@@ -7,8 +7,9 @@ a file comes from one of these:
 - the folder's `prompts.txt` or `prompts.jsonl`, a line per file in the order of their names
 
 A table (`omni_async.data.tables`) has a row per sample with `prompt` and its media as `image`, `video` and `audio`
-(paths relative to the table), or without them its `text`, the answer itself. It may have `target`, `images` (the prompt's images) and `metadata`; other columns are
-metadata, too. A folder with `metadata.jsonl` is a table, whose `file_name` names the media.
+(paths relative to the table), or without them its `text` itself. It may have `target`, `images` (the prompt's images)
+and `metadata`; other columns are metadata, too. A folder with `metadata.jsonl` is a table, whose `file_name` names the
+media.
 
 A path on the command line may point anywhere. A folder or a table is input: its files must be in it or below, links
 included. Images of prompts may also be in the folders of the recipe's prompt files.

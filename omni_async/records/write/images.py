@@ -239,7 +239,8 @@ _SOUND_RATE = 48_000  # of AAC if it does not support the audio's rate
 def write_media(media: Media, path: Path) -> list[Path]:
     """Write media to `path` with the suffixes .png, .mp4 (H.264, AAC of any sound) and .wav (32-bit float).
 
-    Returns the files; none for a text, which belongs into the table of samples. Raises OSError, and then leaves no partial file."""
+    Returns the files; none for a text, which is in the table of samples. Raises OSError, and then leaves no partial
+    file."""
     written = []
     if media.image is not None:
         written.append(path.with_name(f"{path.name}.png"))

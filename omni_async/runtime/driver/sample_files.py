@@ -99,8 +99,9 @@ def _row(shown: Shown, media: Media, files: list[Path]) -> dict[str, Any]:
 
 
 def sample_row(prompt: Prompt, media: Media, files: list[Path]) -> dict[str, Any]:
-    """Return a sample's row of the table: the fields of its prompt, its files, which are in the table's folder, and its
-    text."""
+    """Return a sample's row of the table: the fields of its prompt, its text, and its files.
+
+    The files are in the table's folder."""
     row: dict[str, Any] = {"prompt": prompt.text}
     if prompt.target is not None:
         row["target"] = prompt.target
