@@ -92,8 +92,8 @@ def test_what_does_not_fit_latents_is_one_line(recipe: Path, override: str, expe
         load(recipe, [*latents, override])
     token = load(recipe, [*latents[:2], "rollout.sde=null"])
     assert next(problems(token)) == (
-        "algorithm.name: token_grpo trains the tokens of answers, and model.pipeline 'qwen_image' draws latents; use"
-        " flow_grpo or another"
+        "algorithm.name: token_grpo trains the tokens of answers, and qwen_image draws latents; use an objective on"
+        " latents, such as flow_grpo"
     )
 
 
