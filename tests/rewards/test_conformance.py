@@ -30,7 +30,14 @@ RNG = np.random.default_rng(0)
 NAMES = [*registry._BUILT_IN]
 ELSEWHERE, SLOW = ("http", "vlm_judge"), ("scene_text", "video_audio", "hps_v3")
 QUICK_FIRST = [pytest.param(name, marks=pytest.mark.thorough) if name in SLOW else name for name in NAMES]
-SHAPES = [MediaShape("image", (3, 8, 8)), MediaShape("video", (4, 3, 8, 8), 8), MediaShape("audio", (1, 100), RATE)]
+SHAPES = [
+    MediaShape("image", (3, 8, 8)),
+    MediaShape("video", (4, 3, 8, 8), 8),
+    MediaShape("audio", (1, 100), RATE),
+    MediaShape("text", ()),
+]
+# The parameters that a scorer without a model requires.
+REQUIRED = {"pattern": {"pattern": r"\w"}, "overlong": {"max_tokens": 10, "buffer": 8}}
 PAGES = ROOT / "docs" / "rewards"
 
 
@@ -50,7 +57,7 @@ SOUNDING = [
 ]
 WANTED = [{"class": "cat"}, {"class": "dog"}], [{"class": "bench"}], [{"class": "dog"}]
 PROMPTS = [
-    Prompt(i, text, "7", {"include": [*wanted]})
+    Prompt(i, text, "7", {"include": [*wanted], "options": [5, 7, 9]})
     for i, (text, wanted) in enumerate(zip(("a red circle", "the digit 7", "a red digit"), WANTED, strict=True))
 ]
 
@@ -61,6 +68,8 @@ def frames_of(name):
 
 def media_of(name):
     accepts, frames = registry.media_of(name), frames_of(name)
+    if accepts == {"text"}:
+        return [Media(text=text, finish="stop", tokens=n) for text, n in (("7", 1), ("B or C", 4), ("5", 9))]
     if "image" in accepts:
         moving = "video" in accepts and name != "http"
         return [as_media(frames[0]), film(frames) if moving else as_media(frames[3]), as_media(frames[2])]
@@ -71,6 +80,7 @@ def media_of(name):
 
 @contextlib.asynccontextmanager
 async def built(name, tiny, tmp_path, **params):
+    params = REQUIRED.get(name, {}) | params
     async with contextlib.AsyncExitStack() as stack:
         if name in MODELS:
             params = tiny(name).params | params
@@ -131,7 +141,7 @@ def test_an_accelerator_scores_as_the_cpu_does(name, tiny):
 @pytest.mark.parametrize("name", NAMES)
 def test_media_that_it_does_not_accept_are_refused_before_the_run(name, tiny):
     params = tiny(name).params if name in MODELS else {"urls": ["http://a"]} if name in ELSEWHERE else {}
-    given = config(name, **params, **{"model": "m"} if name == "vlm_judge" else {})
+    given = config(name, **params, **REQUIRED.get(name, {}), **{"model": "m"} if name == "vlm_judge" else {})
     registry.check(given, SHAPES)
     registry.check_files(given)
     required = {*registry._load(name).requires}
@@ -181,7 +191,7 @@ async def test_another_checkpoint_at_the_same_path_is_another_scorer_in_the_cach
 
     async def identity():
         async with built(name, tiny, tmp_path, **params) as scorer:
-            return identity_of(config(name, **params), getattr(scorer, "_scorer", scorer))
+            return identity_of(config(name, **REQUIRED.get(name, {}), **params), getattr(scorer, "_scorer", scorer))
 
     found = [await identity()]
     assert await identity() == found[0]
