@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from omni_async.algorithms.kinds import Kind, find_kind
 from omni_async.algorithms.registry import Objective, clips, find_objective
 from omni_async.config.algorithm import Advantage, Correction
+from omni_async.config.draws import drawn
 from omni_async.config.layout import layout_problems
 from omni_async.config.schema import Config
 
@@ -17,6 +18,7 @@ def problems(config: Config) -> Iterator[str]:
     kind = find_kind(objective.kind)
     if missing := [field for field in kind.requires if field not in objective.fields]:
         yield f"algorithm.name: objective {objective.name!r}: fields: {kind.name!r} rows are made of {missing} too"
+    yield from _drawn(config, objective, kind)
     yield from _rows(config, objective, kind)
     yield from _ratio(config, objective, kind)
     yield from _rewards(config, objective, kind)
@@ -40,6 +42,13 @@ def problems(config: Config) -> Iterator[str]:
     if config.data.preferences is not None:
         yield from _offline(config, objective, kind)
     yield from objective.problems(config)
+
+
+def _drawn(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
+    draws, instead = drawn(config), "flow_grpo" if kind.draws == "tokens" else "token_grpo"
+    if draws not in (None, kind.draws):
+        model = "an emulated model" if config.model.pipeline is None else f"model.pipeline {config.model.pipeline!r}"
+        yield f"algorithm.name: {objective.name} {kind.summary}, and {model} draws {draws}; use {instead} or another"
 
 
 def _rows(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
