@@ -84,7 +84,7 @@ async def built(name, tiny, tmp_path, **params):
     async with contextlib.AsyncExitStack() as stack:
         if name in MODELS:
             params = tiny(name).params | params
-        elif name == "http":
+        elif name == "http" and "urls" not in params:
             params["urls"] = [stack.enter_context(served(write_scorers(tmp_path, {"name": "jpeg_size"})))]
         elif name == "vlm_judge":
             judge = judging(lambda body, n: completion(str(1 + len(json.dumps(body)) % 10)))
@@ -119,6 +119,16 @@ async def test_a_batch_has_the_scores_of_its_samples_in_order(name, tiny, tmp_pa
         turned = await answers(scorer, media[::-1], PROMPTS[::-1])
     assert [(one.value, one.parts, one.text) for one in turned[::-1]] == [same(one) for one in alone]
     assert differ(alone), "their order shows"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if registry.media_of(name) == {"text"}])
+@pytest.mark.parametrize("form", ["msgpack", "json"])
+async def test_a_server_scores_texts_as_the_scorer_does(name, form, tiny, tmp_path):
+    async with built(name, tiny, tmp_path) as scorer:
+        own = await answers(scorer, media_of(name), PROMPTS)
+    with served(write_scorers(tmp_path, {"name": name, "params": REQUIRED.get(name, {})})) as url:
+        async with built("http", tiny, tmp_path, urls=[url], form=form) as client:
+            assert await answers(client, media_of(name), PROMPTS) == own
 
 
 @pytest.mark.parametrize("name", ["ocr", "clip_score", "pick_score", "hps_v2", "aesthetic", "image_reward", "hps_v3"])
