@@ -190,7 +190,7 @@ def test_a_checkpoints_content_is_compared_whatever_files_hold_it(tmp_path: Path
         ("sample", "RECIPE_MODEL", "--prompt", "x"),
         ("eval", "RUN"),
         ("export", "RUN", "--out", "exported"),
-        ("init", "--model", "RECIPE_MODEL", "--prompts", "PROMPTS"),
+        ("init", "my.yaml", "--model", "RECIPE_MODEL", "--prompts", "PROMPTS"),
     ],
     ids=" ".join,
 )
