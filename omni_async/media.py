@@ -1,6 +1,7 @@
-"""Defines the media of a sample: an image, a video, audio, or several of them.
+"""Defines the media of a sample: an image, a video, audio, a text, or several of them.
 
-A codec converts tensors to `Media`. Media are stored, scored and shown as NumPy arrays, so none of this needs torch.
+A codec converts tensors to `Media`; a token policy answers with a text. Media are stored, scored and shown as NumPy
+arrays, so none of this needs torch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_async.plugins.families import PARTS, MediaShape, SamplingSpec
+from omni_async.plugins.families import ARRAYS, PARTS, MediaShape, SamplingSpec
 
 _AXES = {"image": 3, "video": 4, "audio": 2}
 _DTYPES = {"image": "uint8", "video": "uint8", "audio": "float32"}
@@ -35,7 +36,7 @@ class Media:
     audio  float32 (channels, n) in [-1, 1], `sample_rate` samples a second
 
     `text` is a str without a layout; `finish` says how it ended: `stop`, or `length` at the largest number of
-    tokens."""
+    tokens. `tokens` is its number of tokens, the end token included; None if unknown."""
 
     image: Any = None
     video: Any = None
@@ -44,6 +45,7 @@ class Media:
     sample_rate: int | None = None
     text: str | None = None
     finish: Literal["stop", "length"] | None = None
+    tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -56,6 +58,8 @@ class Media:
             raise ValueError(f"audio goes with sample_rate > 0, got sample_rate = {self.sample_rate}")
         if not isinstance(self.text, str | None) or (self.text is None) != (self.finish is None):
             raise ValueError(f"a text is a str with a finish, got {type(self.text).__name__} and {self.finish!r}")
+        if self.tokens is not None and (self.text is None or self.tokens < 0):
+            raise ValueError(f"tokens are a text's, at least 0, got {self.tokens}")
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -65,7 +69,7 @@ class Media:
     @property
     def arrays(self) -> tuple[str, ...]:
         """The names of the present parts that are arrays: all but a text."""
-        return tuple(part for part in self.parts if part != "text")
+        return tuple(part for part in ARRAYS if getattr(self, part) is not None)
 
     @property
     def nbytes(self) -> int:

@@ -42,6 +42,10 @@ class Spec(SamplingSpec, frozen=True):
         ({"image": IMAGE, "fps": 8}, "a video goes with fps"),
         ({"audio": AUDIO.double(), "sample_rate": 8000}, r"audio: expected float32 \(channels, n\), got float64"),
         ({"audio": AUDIO}, "audio goes with sample_rate > 0"),
+        ({"text": "a"}, "a text is a str with a finish, got str and None"),
+        ({"text": b"a", "finish": "stop"}, "a text is a str with a finish, got bytes"),
+        ({"text": "a", "finish": "stop", "tokens": -1}, "tokens are a text's, at least 0, got -1"),
+        ({"image": IMAGE, "tokens": 1}, "tokens are a text's, at least 0, got 1"),
     ],
 )
 def test_wrong_layouts(parts: dict, error: str) -> None:
@@ -95,3 +99,17 @@ async def test_local_store() -> None:
     assert nbytes(torch.zeros(4, dtype=torch.float64)) == 32 and nbytes(value) == 6
     with pytest.raises(AttributeError):
         nbytes(object())
+
+
+def test_a_text_is_a_part_without_an_array() -> None:
+    answer = Media(text="né", finish="length")
+    assert (answer.parts, answer.arrays, answer.nbytes) == (("text",), (), 3)
+    assert answer.numpy().text == answer.copy().text == "né" and answer.numpy().finish == "length"
+    assert pickle.loads(pickle.dumps(answer)).text == "né"
+    spec = Spec((MediaShape("text", ()),))
+    require_media([answer, Media(text="", finish="stop")], spec)
+    with pytest.raises(ValueError, match=r"expected text \(\), got image \(3, 2, 4\)"):
+        require_media([Media(image=IMAGE)], spec)
+    for wrong in ({"text": "x"}, {"finish": "stop", "image": IMAGE}, {"text": b"x", "finish": "stop"}):
+        with pytest.raises(ValueError, match="a text is a str with a finish"):
+            Media(**wrong)

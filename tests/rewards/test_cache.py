@@ -66,6 +66,17 @@ def test_the_newest_answers_stay_in_memory_and_those_that_were_used():
     assert nothing.get([key(0)]) == {}
 
 
+def test_texts_and_their_ends_have_digests_of_their_own():
+    image = np.zeros((3, 1, 1), np.uint8)
+    media = [
+        *(Media(text=text, finish=finish) for text in ("", "4", "2") for finish in ("stop", "length")),
+        Media(image=image),
+        Media(image=image, text="4", finish="stop"),
+    ]
+    assert len({digest_of(one) for one in media}) == len(media)
+    assert digest_of(Media(text="4", finish="stop")) == digest_of(media[2])
+
+
 def test_the_file_stays_within_its_size_and_keeps_the_newest(tmp_path):
     kept = cache(tmp_path / "scores", memory=0, size=2**18)
     for number in range(400):
@@ -266,6 +277,8 @@ def test_a_key_is_of_all_that_an_answer_follows_from_and_of_nothing_else():
     media = [Media(image=one) for one in (image, longer, image + 1)]
     media += [Media(video=image[None], fps=fps) for fps in (8, 9)]
     media += [Media(audio=np.zeros((1, 8), np.float32), sample_rate=rate) for rate in (8, 9)]
+    endings = (("a", "stop", 1), ("b", "stop", 1), ("a", "length", 1), ("a", "stop", 2), ("a", "stop", None))
+    media += [Media(text=text, finish=finish, tokens=tokens) for text, finish, tokens in endings]
     digests = [digest_of(one) for one in media]
     assert len({*digests}) == len(digests)
     strided = np.zeros((3, 8, 12), np.uint8)[:, ::2, ::2]

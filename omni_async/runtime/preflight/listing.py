@@ -82,7 +82,7 @@ def _family(name: str) -> tuple[str, ...]:
         f"  {family.name}",
         ", ".join(media),
         ", ".join(family.components),
-        ", ".join([*engines, "diffusers"]),
+        ", ".join([*engines, "diffusers"]) if family.draws == "latents" else "transformers",
         _choices(Rollout, "batching"),
     )
 
