@@ -203,7 +203,7 @@ class Trainer:
         if self._draws and self._version == 0 and most is not None and mismatch > most:
             raise TrainingError(
                 f"the first update's samples are not the policy's: under the same weights, log-probs of engine and"
-                f" trainer differ by up to {mismatch:.2g} per latent element (trainer.max_mismatch is {most:g});"
+                f" trainer differ by up to {mismatch:.2g} per latent element or token (trainer.max_mismatch is {most:g});"
                 f" `omni-async parity` shows where they differ"
             )
 
