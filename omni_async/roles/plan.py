@@ -29,8 +29,8 @@ class Plan:
 
     `proximal`: groups get a proximal pass when they arrive. `weigh`: importance weights are computed from all groups
     together. `ratio`: rows have an importance ratio. `paired`: only a group's best and worst sample are trained.
-    `rows_per_sample`: trained rows of one sample (half of a pair's). `draws_tokens`: rows are answers, which ranks train
-    with the group's prompt."""
+    `rows_per_sample`: trained rows of one sample (half of a pair's). `draws_tokens`: rows are answers, and ranks need
+    the group's prompt."""
 
     mode: Streaming
     why: str
