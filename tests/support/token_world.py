@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config
 from omni_async.plugins.families import MediaShape, PipelineFamily, SamplingSpec
+from omni_async.tokens.head import log_probs_of
 from omni_async.tokens.policy import Packed, Prepared
 from omni_async.training.groups import GroupBatch
 from omni_async.types import Prompt, PromptImage
@@ -98,8 +99,7 @@ class ToyThinker(nn.Module):
         causal = torch.ones(len(sequence), len(sequence), dtype=torch.bool, device=sequence.device).tril()
         x = self.embedded(packed.ids[None], packed.positions[:1], packed.media)
         x = self.hidden(x, causal & (sequence[:, None] == sequence), [])
-        logits = self.head(x[0, packed.at]).float() / temperature
-        return logits.log_softmax(-1).gather(1, packed.targets[:, None])[:, 0]
+        return log_probs_of(x[0, packed.at], self.head.weight, packed.targets, temperature)
 
 
 @dataclass
@@ -201,6 +201,16 @@ def draw_answer(
             return torch.tensor(tokens, dtype=torch.int32), torch.stack(log_probs)
         position = torch.tensor([prepared.next_position + len(tokens) - 1])
         logits = policy.decode(components, cache, token, position)
+
+
+def alone(thinker: nn.Module, prepared: Prepared, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """Returns the log-probs (T,) of an answer, computed by itself from the whole logits, in the thinker's dtype."""
+    assert isinstance(thinker, ToyThinker)
+    ids = torch.cat([prepared.ids, tokens.long()])
+    places = torch.arange(len(ids))
+    hidden = thinker.hidden(thinker.embedded(ids[None], places[None], prepared.media), places[:, None] >= places, [])
+    logits = thinker.head(hidden[0, len(prepared.ids) - 1 : -1]) / temperature
+    return logits.log_softmax(-1).gather(1, tokens.long()[:, None])[:, 0]
 
 
 def token_config(spec: ToySampling | None = None, **changes: Any) -> Config:
