@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -229,7 +230,8 @@ def test_only_answers_of_the_trainers_version_alone_show_the_mismatch() -> None:
 
 
 def test_answers_that_are_all_masked_change_no_weight() -> None:
-    engine = started(ToySampling(max_tokens=1), **{"algorithm.token.overlong": "mask"})
+    changes = {"algorithm.token.overlong": "mask", "trainer.optimizer.weight_decay": 0}
+    engine = started(ToySampling(max_tokens=1), **changes)
     group = token_group(POLICY, engine.config, 0)
     for one in group.trajectories:
         one["tokens"] = torch.tensor([3], dtype=torch.int32)
@@ -238,7 +240,7 @@ def test_answers_that_are_all_masked_change_no_weight() -> None:
     assert torch.equal(world.weights(engine), before)
 
 
-def test_frozen_weights_are_not_trained_saved_or_published(tmp_path: Any) -> None:
+def test_frozen_weights_are_not_trained_saved_or_published(tmp_path: Path) -> None:
     engine = started()
     names = set(engine._model.trainable)
     tower = engine._model.components["thinker"].tower.out.weight
@@ -249,6 +251,8 @@ def test_frozen_weights_are_not_trained_saved_or_published(tmp_path: Any) -> Non
     assert not any("tower" in name for name in names | set(engine._model.base()))
     exported = world.export(engine, 1)
     assert exported is not None and {one.name for one in exported[0].tensors} == names
+    world.save(engine, tmp_path)
+    assert world.read_trained(tmp_path).keys() == names
     changed = ToyTokenPolicy()
     loaded = changed.load_components(torch.float32)
     loaded["thinker"].tower.out.weight.data.zero_()
