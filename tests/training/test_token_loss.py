@@ -67,7 +67,7 @@ def mean_of(config: Config, answers: list[Answer], losses: list[Tensor]) -> Tens
     token, most = config.algorithm.token, config.rollout.sampling.most_tokens
     kept = [i for i, one in enumerate(answers) if token.overlong == "train" or one[1]["tokens"][-1] == END]
     if token.mean == "token":
-        return sum(losses[i].sum() for i in kept) / sum(len(losses[i]) for i in kept)
+        return torch.cat([losses[i] for i in kept]).mean()
     divided = [losses[i].sum() / (len(losses[i]) if token.mean == "sequence" else most) for i in kept]
     return torch.stack(divided).mean()
 
@@ -243,7 +243,8 @@ def test_answers_that_are_all_masked_change_no_weight() -> None:
 def test_frozen_weights_are_not_trained_saved_or_published(tmp_path: Path) -> None:
     engine = started()
     names = set(engine._model.trainable)
-    tower = engine._model.components["thinker"].tower.out.weight
+    thinker: Any = engine._model.components["thinker"]
+    tower = thinker.tower.out.weight
     before = tower.clone()
     group = token_group(POLICY, engine.config, 1, images=1)
     _, gradients = world.trained(engine, group)
@@ -254,7 +255,7 @@ def test_frozen_weights_are_not_trained_saved_or_published(tmp_path: Path) -> No
     world.save(engine, tmp_path)
     assert world.read_trained(tmp_path).keys() == names
     changed = ToyTokenPolicy()
-    loaded = changed.load_components(torch.float32)
+    loaded: dict[str, Any] = {**changed.load_components(torch.float32)}
     loaded["thinker"].tower.out.weight.data.zero_()
     changed.load_components = lambda dtype: loaded  # type: ignore[method-assign]
     assert world.started(engine.config, changed).digest0 == engine.digest0
