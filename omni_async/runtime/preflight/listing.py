@@ -77,13 +77,14 @@ def _family(name: str) -> tuple[str, ...]:
     if family is None:
         return f"  {name} {_BROKEN}", "", "", "", ""
     media = dict.fromkeys(shape.part for shape in family.sampling().media())
-    engines = ["vllm_omni"] if family.vllm_pipeline else []
+    engines = [*(["vllm_omni"] if family.vllm_pipeline else []), "diffusers"]
+    latents = family.draws == "latents"
     return (
         f"  {family.name}",
         ", ".join(media),
         ", ".join(family.components),
-        ", ".join([*engines, "diffusers"]),
-        _choices(Rollout, "batching"),
+        ", ".join(engines) if latents else "transformers",
+        _choices(Rollout, "batching") if latents else "token",
     )
 
 
