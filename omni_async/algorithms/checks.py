@@ -9,6 +9,7 @@ from omni_async.algorithms.registry import Objective, clips, find_objective
 from omni_async.config.algorithm import Advantage, Correction
 from omni_async.config.layout import layout_problems
 from omni_async.config.schema import Config
+from omni_async.plugins.families import SamplingSpec
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -17,6 +18,7 @@ def problems(config: Config) -> Iterator[str]:
     kind = find_kind(objective.kind)
     if missing := [field for field in kind.requires if field not in objective.fields]:
         yield f"algorithm.name: objective {objective.name!r}: fields: {kind.name!r} rows are made of {missing} too"
+    yield from _drawn(config, objective, kind)
     yield from _rows(config, objective, kind)
     yield from _ratio(config, objective, kind)
     yield from _rewards(config, objective, kind)
@@ -40,6 +42,19 @@ def problems(config: Config) -> Iterator[str]:
     if config.data.preferences is not None:
         yield from _offline(config, objective, kind)
     yield from objective.problems(config)
+
+
+def _drawn(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
+    spec = config.rollout.sampling
+    if not isinstance(spec, SamplingSpec):  # the family is not installed, or an emulated job names none
+        return
+    draws = "latents" if spec.most_tokens is None else "tokens"
+    if draws != kind.draws:
+        fitting = {"latents": "flow_grpo", "tokens": "token_grpo"}[draws]
+        yield (
+            f"algorithm.name: {objective.name} {kind.summary}, and {config.model.pipeline} draws {draws}; use an"
+            f" objective on {draws}, such as {fitting}"
+        )
 
 
 def _rows(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
@@ -87,7 +102,7 @@ def _ratio(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
         yield from _step_size(algorithm.correction, name, kind)
     if kind.ratio:
         yield from correction_problems(algorithm.correction, objective.ratio)
-        yield from _kept_steps(algorithm.correction, objective)
+        yield from _kept_steps(algorithm.correction, objective, kind)
         if not objective.ratio:
             yield from _weights_alone(config, name)
         return
@@ -109,7 +124,7 @@ def _step_size(settings: Correction, name: str, kind: Kind) -> Iterator[str]:
         yield f"{key}: mode interpolated measures only a part of the drift; use another correction.mode, or null"
 
 
-def _kept_steps(settings: Correction, objective: Objective) -> Iterator[str]:
+def _kept_steps(settings: Correction, objective: Objective, kind: Kind) -> Iterator[str]:
     if settings.steps == "all" or settings.mode == "auto":
         return
     if not settings.masks:
@@ -118,7 +133,7 @@ def _kept_steps(settings: Correction, objective: Objective) -> Iterator[str]:
         yield _problem(
             "steps",
             f"neither the ratio of {objective.name} nor a weight is computed over the steps of a sample",
-            "algorithm.name: gspo, level: trajectory, or steps: all",
+            f"algorithm.name: {'gspo' if kind.draws == 'latents' else 'token_gspo'}, level: trajectory, or steps: all",
         )
 
 
