@@ -39,7 +39,7 @@ class _Ready(NamedTuple):
 
 @dataclass(eq=False)
 class _Answer:
-    """An answer so far. `uniform` (most_tokens,) float64 in [0, 1): a random number for each of its tokens."""
+    """An answer so far. `uniform` (most_tokens,) float64 in [0, 1): a random number for each token."""
 
     request: SampleRequest
     prompt: Prepared
@@ -133,10 +133,7 @@ class TransformersEngine(InProcessEngine):
     # ---- answers -----------------------------------------------------------------------------------------------------
 
     def _generate(self, batch: Sequence[Waiting]) -> Iterator[tuple[int, Trajectory | ValueError]]:
-        answers = [
-            _Answer(waiting.request, waiting.prepared.prompt, _uniform(waiting.request).to(self._device))
-            for waiting in batch
-        ]
+        answers = [_Answer(one.request, one.prepared.prompt, _uniform(one.request)) for one in batch]
         self._draw_all(answers)
         for row, (waiting, answer) in enumerate(zip(batch, answers, strict=True)):
             yield row, self._trajectory(answer, waiting.prepared.new)
@@ -157,7 +154,7 @@ class TransformersEngine(InProcessEngine):
                 positions = self._integers([answer.last_position for answer in running])
                 logits = self._policy.decode(self._components, cache, tokens, positions)
             step = len(running[0].tokens)
-            uniform = torch.stack([answer.uniform[step] for answer in running])
+            uniform = torch.stack([answer.uniform[step] for answer in running]).to(self._device)
             drawn, log_probs = draw(logits / spec.temperature, uniform)
             for answer, token, log_prob in zip(running, drawn.tolist(), log_probs.tolist(), strict=True):
                 self._append(answer, token, log_prob)
@@ -196,7 +193,7 @@ class TransformersEngine(InProcessEngine):
 
 
 def _uniform(request: SampleRequest) -> Tensor:
-    """Return the random numbers of a request's tokens: on the CPU, so that no device changes them."""
+    """Return the random numbers of a request's tokens, made on the CPU, so that every device has the same."""
     generator = torch.Generator().manual_seed(request.seed)
     return torch.rand(request.spec.most_tokens, dtype=torch.float64, generator=generator)
 
