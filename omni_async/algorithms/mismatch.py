@@ -39,20 +39,20 @@ class Mismatch:
     """The rows of staleness 0 of an update.
 
     mean, std: of their log-ratios L in nats, trainer to engine. steps: the same by denoising step, with std None for a
-    single row. velocity: the relative rms error of the velocity. clipped: the share of rows that the clip range or a
-    mask of the correction excludes, before any update."""
+    single row. velocity: the relative rms error of the velocity; None for tokens, which have none. clipped: the share
+    of rows that the clip range or a mask of the correction excludes, before any update."""
 
     mean: float
     std: float
     steps: Mapping[int, tuple[float, float | None]]
-    velocity: float
+    velocity: float | None
     clipped: float
 
     @classmethod
     def of(cls, metrics: Mapping[str, float]) -> Mismatch | None:
         """Read the mismatch from an update's metrics; None if no row was fresh, or the objective has no ratio."""
-        name, rest = "engine_mismatch_nats", ("engine_mismatch_velocity", "engine_mismatch_clipped")
-        if not {f"{name}/mean", f"{name}/variance", *rest} <= metrics.keys():
+        name, clipped = "engine_mismatch_nats", "engine_mismatch_clipped"
+        if not {f"{name}/mean", f"{name}/variance", clipped} <= metrics.keys():
             return None
         steps = {}
         for key in metrics:
@@ -61,7 +61,8 @@ class Mismatch:
                 steps[int(found[1])] = metrics[key], None if variance is None else abs(variance) ** 0.5
         mean, variance = metrics[f"{name}/mean"], metrics[f"{name}/variance"]
         by_step = dict(sorted(steps.items()))
-        return cls(mean, abs(variance) ** 0.5, by_step, *(metrics[key] for key in rest))
+        velocity = metrics.get("engine_mismatch_velocity")
+        return cls(mean, abs(variance) ** 0.5, by_step, velocity, metrics[clipped])
 
     @property
     def shown(self) -> str:
@@ -71,9 +72,10 @@ class Mismatch:
             for step, (mean, std) in self.steps.items()
         )
         steps = f" ({by_step})" if by_step and self.clipped > 0 else ""
+        velocity = "" if self.velocity is None else f", velocity error {self.velocity:.2g} of its rms"
         return (
-            f"log-ratio {self.mean:.2g} ± {self.std:.2g} nats{steps}, velocity error {self.velocity:.2g} of its"
-            f" rms, {self.clipped:.0%} of the rows outside the clip range before any update"
+            f"log-ratio {self.mean:.2g} ± {self.std:.2g} nats{steps}{velocity}, {self.clipped:.0%} of the rows outside"
+            " the clip range before any update"
         )
 
 

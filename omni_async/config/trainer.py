@@ -103,8 +103,9 @@ class Trainer(Section, kw_only=True, frozen=True):
     """Prompt groups whose rows share micro-batches, for a `micro_batch_size` above a rank's rows of one group. Groups
     wait for each other. It must divide the groups of an optimizer step; groups of different buckets never share."""
     max_mismatch: Positive | None = 0.01
-    """Largest difference per latent element between log-probs of engine and trainer in the first update, when both hold
-    the same weights. Rounding, even bfloat16's, is far below it; above it the run fails. Null: only warn."""
+    """Largest difference per latent element, or mean difference per token, between log-probs of engine and trainer in
+    the first update, when both hold the same weights. Rounding, even bfloat16's, is far below it; above it the run
+    fails. Null: only warn."""
     streaming: Literal["auto", "on", "off"] = "auto"
     """Start a group's backward when it is ready instead of when the update is complete; `auto`: whenever that is
     exact."""

@@ -40,6 +40,7 @@ from omni_async.roles.rank import Rank
 from omni_async.roles.rewarder import Rewarder
 from omni_async.rollout.calls import Program
 from omni_async.store import ObjectStore
+from omni_async.tokens.policy import load_token_policy
 from omni_async.weights.transport import build_receiver, build_sender
 from omni_async.worker import COORDINATOR, ROLLOUT, TRAINER, Worker
 
@@ -223,7 +224,9 @@ def _rank(context: WorkerContext, rank: int) -> Rank:
             import torch
 
             device = torch.device("cpu")
-        return TrainEngine(config, load_policy(context.inputs.family, config.model.path), layout, device)
+        family, path = context.inputs.family, config.model.path
+        policy = load_token_policy(family, path) if family.draws == "tokens" else load_policy(family, path)
+        return TrainEngine(config, policy, layout, device)
 
     return Rank(layout, build_engine, context.store, _kind(config).paired)
 

@@ -29,7 +29,8 @@ class Plan:
 
     `proximal`: groups get a proximal pass when they arrive. `weigh`: importance weights are computed from all groups
     together. `ratio`: rows have an importance ratio. `paired`: only a group's best and worst sample are trained.
-    `rows_per_sample`: trained rows of one sample (half of a pair's)."""
+    `rows_per_sample`: trained rows of one sample (half of a pair's). `draws_tokens`: rows are answers, and ranks need
+    the group's prompt."""
 
     mode: Streaming
     why: str
@@ -39,6 +40,7 @@ class Plan:
     paired: bool
     rows_per_sample: int
     samples_per_group: int
+    draws_tokens: bool
 
     @property
     def said(self) -> str:
@@ -81,6 +83,7 @@ def plan_updates(config: Config) -> Plan:
         paired=kind.paired,
         rows_per_sample=kind.rows_per_sample(config),
         samples_per_group=2 if kind.paired else config.rollout.group_size,
+        draws_tokens=kind.draws == "tokens",
     )
 
 

@@ -111,6 +111,7 @@ class Rank:
             weights=tuple(batch.weights[i] for i in mine) if batch.weights is not None else None,
             proximal_ratio=batch.proximal_ratio,
             counts=share.counts,
+            prompts=None if batch.prompt is None else [batch.prompt] * len(mine),
         )
 
     async def step(self, grad_scale: float) -> dict[str, float]:

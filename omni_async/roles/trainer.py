@@ -201,9 +201,10 @@ class Trainer:
         by chance."""
         most, mismatch = self.config.trainer.max_mismatch, metrics.get("engine_mismatch", 0.0)
         if self._draws and self._version == 0 and most is not None and mismatch > most:
+            each = "token" if self.rule.plan.draws_tokens else "latent element"
             raise TrainingError(
                 f"the first update's samples are not the policy's: under the same weights, log-probs of engine and"
-                f" trainer differ by up to {mismatch:.2g} per latent element (trainer.max_mismatch is {most:g});"
+                f" trainer differ by up to {mismatch:.2g} per {each} (trainer.max_mismatch is {most:g});"
                 f" `omni-async parity` shows where they differ"
             )
 
@@ -230,7 +231,7 @@ class Trainer:
         outcome = f"; {decided}" if decided else ""
         honest = HONEST_ERROR[self.config.model.dtype]
         where = f"engine and trainer, same weights, update {self._version}: {found.shown}"
-        if found.velocity > honest:
+        if found.velocity is not None and found.velocity > honest:
             await self.coordinator.phase(
                 f"warning: {where}; rounding in {self.config.model.dtype} explains {honest:g}: their schedule, time,"
                 f" guidance or weights differ (`omni-async parity` shows where){outcome}"
@@ -240,7 +241,7 @@ class Trainer:
             advice = "; algorithm.correction.mode auto or none would take ratios to the trainer's own policy"
             await self.coordinator.phase(f"warning: {where}{advice}" if held else f"{where}{outcome}")
         self._compared = True
-        return {"engine_mismatch_honest": honest}
+        return {} if found.velocity is None else {"engine_mismatch_honest": honest}
 
     @property
     def _draws(self) -> bool:

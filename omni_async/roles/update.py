@@ -21,8 +21,9 @@ from omni_async.algorithms.advantages import (
     global_scale,
     tracked_rewards,
 )
-from omni_async.algorithms.correction import Drift, correct, loss_factor, normaliser
+from omni_async.algorithms.correction import Corrected, Drift, correct, loss_factor, normaliser, padded
 from omni_async.algorithms.mismatch import AutomaticCorrection
+from omni_async.algorithms.token_mean import counted
 from omni_async.checkpoint.statement import plain, value_at
 from omni_async.config import Config
 from omni_async.config.layout import ParallelLayout
@@ -173,21 +174,32 @@ class Update:
         """Return weights of every group's samples and steps, computed over all groups, and the correction's metrics."""
         correction = self.config.correction
         drifts = [drift for group in self._drifts for drift in group]
-        kappas = [d.kappa for d in drifts if d.kappa is not None]
         first = drifts[0].num_elements
         # `correct` divides by one number of elements, but samples of other buckets have other numbers.
         shares = [first / d.num_elements if correction.log_ratio == "mean" else 1.0 for d in drifts]
         log_ratios = [[value * share for value in d.log_ratio] for d, share in zip(drifts, shares, strict=True)]
-        steps = torch.tensor([d.steps for d in drifts])
-        drift = Drift(_doubles(log_ratios), _doubles(kappas) if len(kappas) == len(drifts) else None, steps)
-        corrected = correct(drift, correction, first)
-        weights = (corrected.weight * loss_factor(*normaliser(corrected, correction))).tolist()
-        found = {"gamma": corrected.gamma.mean().item()}
+        lengths = torch.tensor([len(row) for row in log_ratios])
+        log_ratio, valid = padded(_doubles(_flat(log_ratios)), lengths)
+        kappas = [d.kappa for d in drifts if d.kappa is not None]
+        kappa = padded(_doubles(_flat(kappas)), lengths)[0] if len(kappas) == len(drifts) else None
+        steps = padded(torch.tensor(_flat([d.steps for d in drifts])), lengths)[0]
+        corrected = correct(Drift(log_ratio, kappa, steps, valid), correction, first)
+        factor = loss_factor(*self._counted(corrected, lengths))
+        weights = [row[:n].tolist() for row, n in zip(corrected.weight * factor, lengths.tolist(), strict=True)]
+        found = {"gamma": corrected.gamma[valid].mean().item()}
         if correction.tempering == "step":
             found |= {f"gamma/step_{k:02d}": corrected.gamma[steps == k][0].item() for k in steps.unique().tolist()}
         for name, values in corrected.metrics().items():
             found[name] = (values.max() if name.endswith("/max") else values.mean()).item()
         return _in_groups(weights, self.plan.samples_per_group), found
+
+    def _counted(self, corrected: Corrected, lengths: Tensor) -> tuple[float, float]:
+        """Return what the loss is averaged over, before and after the correction."""
+        if not self.plan.draws_tokens:
+            return normaliser(corrected, self.config.correction)
+        specs, algorithm = self.config.rollout.specs, self.config.algorithm
+        most = torch.tensor([specs[group.bucket].most_tokens for group in self.groups for _ in self._chosen(group)])
+        return counted(algorithm.token, self.config.correction, lengths, most, corrected)
 
     # ---- rewards -----------------------------------------------------------------------------------------------------
 
@@ -220,6 +232,7 @@ class Update:
             seeds=tuple(derive("train", self.config.run.seed, str(name)) for name in names),
             step_versions=tuple(sample.step_versions for sample in samples),
             proximal_ratio=self.proximal_ratio,
+            prompt=group.prompt if self.plan.draws_tokens else None,
         )
 
     def _chosen(self, group: ReadyGroup) -> list[ReadySample]:
@@ -247,6 +260,10 @@ class Update:
 
 def _doubles(values: Sequence[Any]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
+
+
+def _flat(rows: Sequence[Sequence[Any]]) -> list[Any]:
+    return [value for row in rows for value in row]
 
 
 def _group_ids(groups: list[ReadyGroup]) -> Tensor:

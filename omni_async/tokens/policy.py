@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from omni_async.plugins.entry_points import load_named
 from omni_async.plugins.families import PipelineFamily
@@ -23,6 +23,13 @@ def load_token_policy(family: PipelineFamily, path: str) -> TokenPolicy:
     """Return the family's policy for the checkpoint at `path`; reads configuration files only, no weights."""
     policy: TokenPolicy = load_named(family.policy)(path)
     return policy
+
+
+def is_frozen(policy: object, name: str) -> bool:
+    """Return whether a weight, by its name `component.parameter`, is one of the policy's `frozen` ones.
+
+    A policy that draws latents has none."""
+    return any(name.startswith(f"{prefix}.") for prefix in getattr(policy, "frozen", ()))
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,7 @@ class Cache(Protocol):
         """Drop all sequences but these, in this order."""
 
 
+@runtime_checkable
 class TokenPolicy(Protocol):
     """A model family's functions for one checkpoint.
 

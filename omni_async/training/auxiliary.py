@@ -8,6 +8,7 @@ Under LoRA the reference is the module with its adapters off. The teacher is a c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -96,13 +97,14 @@ def forget_gathered(module: nn.Module) -> None:
             part.reshard()
 
 
-def add_adapters(components: nn.Module, lora: Lora, seed: int) -> None:
+def add_adapters(components: nn.Module, lora: Lora, seed: int, frozen: Sequence[str] = ()) -> None:
     """Freeze `components` and add float32 adapters on the CPU.
 
     Args:
-        components: the denoisers, whose parameters may be on the meta device.
+        components: the trained modules, whose parameters may be on the meta device.
         lora: `model.lora`.
         seed: the same seed gives the same adapters on every rank.
+        frozen: names of modules that get no adapter, whatever their layers are called.
 
     Raises:
         ValueError: no layer has a name in `lora.target_modules`."""
@@ -110,15 +112,16 @@ def add_adapters(components: nn.Module, lora: Lora, seed: int) -> None:
     # Every rank shards its own initial values, so all ranks must draw the same numbers.
     with torch.random.fork_rng(devices=[]), _without_meta(components):
         torch.manual_seed(seed)
-        inject_adapters(components, lora)
+        inject_adapters(components, lora, frozen)
 
 
-def inject_adapters(components: nn.Module, lora: Lora) -> None:
+def inject_adapters(components: nn.Module, lora: Lora, frozen: Sequence[str] = ()) -> None:
     """Add float32 adapters to frozen components, each on its layer's device. Raises ValueError like `add_adapters`."""
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         target_modules=list(lora.target_modules),
+        exclude_modules=rf"(?:{'|'.join(map(re.escape, frozen))})\..*" if frozen else None,
     )
     try:
         inject_adapter_in_model(config, components, ADAPTER)

@@ -30,6 +30,7 @@ from omni_async.algorithms.registry import find_objective
 from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config
 from omni_async.diffusion.policy import Policy
+from omni_async.tokens.policy import TokenPolicy
 from omni_async.training import TrainingError
 from omni_async.training.backends.base import build_backend
 from omni_async.training.device import rank_device, sum_of_rows, sum_over_ranks
@@ -55,12 +56,16 @@ class TrainEngine:
     checkpoint has the same digest. optimizer_steps: the number of steps so far, including steps before a resume."""
 
     def __init__(
-        self, config: Config, policy: Policy, layout: ParallelLayout, device: torch.device | None = None
+        self,
+        config: Config,
+        policy: Policy | TokenPolicy,
+        layout: ParallelLayout,
+        device: torch.device | None = None,
     ) -> None:
         if config.weights.payload == "lora" and config.model.lora is None:
             raise ValueError("weights.payload: lora needs model.lora")
         self.config = config
-        self.policy = policy
+        self.policy: Any = policy  # of the contract that the objective's kind needs
         self.layout = layout
         self.device = rank_device(layout.rank) if device is None else device
         self.optimizer_steps = 0
@@ -85,12 +90,15 @@ class TrainEngine:
         )
 
     def _meter(self) -> FlopMeter | None:
-        """Return the counter of operations; None if a backend's model does not consist of modules."""
+        """Return the counter of operations; None if a backend's model does not consist of modules.
+
+        None for compiled layers on tokens, too: rows of new lengths would be counted uncompiled."""
         model: object = self._model
-        if not isinstance(model, ModuleBackend):
+        compiles = self.config.trainer.compile
+        if not isinstance(model, ModuleBackend) or (compiles and isinstance(self.policy, TokenPolicy)):
             return None
         backward = 1 if self.config.model.lora is not None else 2
-        return FlopMeter(dict(model.components.items()), backward, self.config.trainer.compile)
+        return FlopMeter(dict(model.components.items()), backward, compiles)
 
     def accumulate(self, group: GroupBatch, row_weight: float) -> None:
         """Add `row_weight` times the gradient of the summed row losses of `group`, over all ranks.
@@ -204,9 +212,9 @@ class TrainEngine:
         These are the current weights, or the old policy's if the objective has an old policy. Returns None on ranks
         that hold a further copy of the weights.
 
-        Payload `full`: every parameter in `model.dtype` under its diffusers name, adapters merged in float32. Payload
-        `lora`: the adapters in float32, with `rank`, `alpha` and `target_modules`; merging them gives the `full`
-        payload bit for bit."""
+        Payload `full`: every parameter that is not frozen, in `model.dtype` under its diffusers name, adapters merged
+        in float32. Payload `lora`: the adapters in float32, with `rank`, `alpha` and `target_modules`; merging them
+        gives the `full` payload bit for bit."""
         if self.layout.rank >= self.layout.shard_size:
             return None
         adapters = self._drawing(self._adapters)

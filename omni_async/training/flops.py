@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
+from omni_async.tokens.policy import Packed
+
 _ATEN = torch.ops.aten
 # Attention on CPUs and on accelerators of other makers; torch has no formulas for it.
 _FORMULAS: dict[Any, Callable[..., int]] = {
@@ -124,9 +126,13 @@ class _Counter(TorchDispatchMode):
 
 
 def _shape(leaf: Any) -> Any:
-    """Return the key of an argument: a tensor's shape, a plain value itself, or the type of anything else."""
+    """Return the key of an argument: a tensor's shape, a plain value itself, or the type of anything else.
+
+    The key of a row of tokens has the shapes of its tensors."""
     if isinstance(leaf, torch.Tensor):
         return leaf.shape
+    if isinstance(leaf, Packed):
+        return tuple(map(_shape, tree_leaves(vars(leaf))))
     return leaf if isinstance(leaf, bool | int | str) else type(leaf)
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from omni_async.config.load import read_model_json
 from omni_async.diffusion.policy import BuildsEmpty, Policy
+from omni_async.tokens.policy import TokenPolicy, is_frozen
 from omni_async.weights.buckets import digest_tensors
 from omni_async.weights.lora import diffusers_name, is_injected_adapter
 from omni_async.weights.shards import own_slices
@@ -32,7 +33,7 @@ class Loading(Protocol):
     components: nn.ModuleDict
 
     def digest(self, dtype: torch.dtype) -> str:
-        """Return the digest of the checkpoint's weights in `dtype`. Call it before anything else."""
+        """Return the digest of the checkpoint's weights in `dtype`, without frozen ones. Call it first."""
 
     def fill(self, device: torch.device) -> None:
         """Allocate parameters without memory on `device`, and read their values from the checkpoint."""
@@ -44,11 +45,13 @@ class Loading(Protocol):
 class WholeModel:
     """Loads all weights at once, in `dtype`."""
 
-    def __init__(self, policy: Policy, dtype: torch.dtype) -> None:
+    def __init__(self, policy: Policy | TokenPolicy, dtype: torch.dtype) -> None:
         self.components = nn.ModuleDict(policy.load_components(dtype)).eval()
+        self._policy = policy
 
     def digest(self, dtype: torch.dtype) -> str:
-        return digest_tensors((name, p.to(dtype)) for name, p in self.components.named_parameters())
+        named = self.components.named_parameters()
+        return digest_tensors((name, p.to(dtype)) for name, p in named if not is_frozen(self._policy, name))
 
     def fill(self, device: torch.device) -> None:
         """Do nothing: the weights are already loaded."""

@@ -1,15 +1,15 @@
 """Holds the trained components of one rank as torch modules: the common base of the backends that train modules.
 
-Master weights are float32. With `model.dtype: bfloat16` the compute is bfloat16. Frozen weights (the base under LoRA)
-are held in `model.dtype`, since nothing is ever added to them.
+Master weights are float32. With `model.dtype: bfloat16` the compute is bfloat16. Frozen weights (the base under LoRA,
+the towers of a token policy) are held in `model.dtype`, since nothing is ever added to them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+from torch.utils.checkpoint import checkpoint as recompute
 
 from omni_async.algorithms.registry import AuxiliaryPolicy, Objective, stored_policies
 from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config, Lora
 from omni_async.diffusion.components import compute_velocity
 from omni_async.diffusion.policy import Policy, RoundsTime
+from omni_async.tokens.policy import Packed, TokenPolicy, is_frozen
 from omni_async.training import TrainingError, checkpoint, sequence_parallel
 from omni_async.training.auxiliary import AuxiliaryPolicies, adapters_off, add_adapters, forget_gathered
 from omni_async.training.groups import Needs
@@ -49,10 +51,15 @@ class ModuleBackend:
     """
 
     def __init__(
-        self, config: Config, objective: Objective, policy: Policy, device: torch.device, layout: ParallelLayout
+        self,
+        config: Config,
+        objective: Objective,
+        policy: Policy | TokenPolicy,
+        device: torch.device,
+        layout: ParallelLayout,
     ) -> None:
         self.config = config
-        self.policy = policy
+        self.policy: Any = policy  # of the contract that the objective's kind needs
         self.device = device
         self.layout = layout
         self.lora = config.model.lora
@@ -65,17 +72,16 @@ class ModuleBackend:
             self.add_adapters(self.lora)
         else:
             self.components.requires_grad_(True)
+        self.frozen = self._freeze()
         for component in self.components.values():
             if config.trainer.gradient_checkpointing:
-                enable = getattr(component, "enable_gradient_checkpointing", None)
-                if enable is None:
-                    raise ValueError(f"trainer.gradient_checkpointing: {type(component).__name__} does not support it")
-                enable()
+                self._checkpoint(component)
         if layout.sequence > 1:
-            sequence_parallel.enable(dict(self.components.items()), policy.sequence_plan, layout, device)
+            plan = getattr(policy, "sequence_plan", None)  # token policies have none
+            sequence_parallel.enable(dict(self.components.items()), plan, layout, device)
         for component in self.components.values():
             if config.trainer.compile:
-                compile_layers(component, layout.rank)
+                compile_layers(component, self.layers(component), layout.rank)
             if self.dtype != torch.float32 and isinstance(policy, RoundsTime) and policy.rounds_time:
                 component.register_forward_pre_hook(partial(_round_time, self.dtype), with_kwargs=True)
             self.place(component)
@@ -93,7 +99,31 @@ class ModuleBackend:
         self._stager = checkpoint.build_stager(self.weights_device)
         self._saving: Future[Any] | None = None
 
-    def loading(self, policy: Policy, dtype: torch.dtype) -> Loading:
+    def _freeze(self) -> set[nn.Parameter]:
+        """Take the gradients of the weights that the policy freezes, and return these weights."""
+        frozen = {p for name, p in self.components.named_parameters() if is_frozen(self.policy, name)}
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(self.dtype)
+        return frozen
+
+    def _checkpoint(self, component: nn.Module) -> None:
+        """Recompute the activations of a component's layers in the backward pass."""
+        if isinstance(self.policy, TokenPolicy):
+            # Transformers' own switch acts in train mode alone, where dropout is active.
+            for layer in self.layers(component):
+                layer.forward = partial(recompute, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            return
+        enable = getattr(component, "enable_gradient_checkpointing", None)
+        if enable is None:
+            raise ValueError(f"trainer.gradient_checkpointing: {type(component).__name__} does not support it")
+        enable()
+
+    def layers(self, component: nn.Module) -> Sequence[nn.Module]:
+        """Return a component's repeated layers, to shard and to compile."""
+        return self.policy.layers(component) if isinstance(self.policy, TokenPolicy) else repeated_layers(component)
+
+    def loading(self, policy: Policy | TokenPolicy, dtype: torch.dtype) -> Loading:
         """Build the components of a policy's checkpoint, weights in `dtype`."""
         return WholeModel(policy, dtype)
 
@@ -117,7 +147,7 @@ class ModuleBackend:
 
     def add_adapters(self, lora: Lora) -> None:
         """Freeze the components and add the adapters, which are trained instead."""
-        add_adapters(self.components, lora, self.config.run.seed)
+        add_adapters(self.components, lora, self.config.run.seed, getattr(self.policy, "frozen", ()))
 
     def place(self, component: nn.Module) -> None:
         """Put a component, which may have no memory yet, on the devices that train it, whole or in parts."""
@@ -161,16 +191,33 @@ class ModuleBackend:
         spec: Any,
         needs: Needs,
     ) -> Tensor:
+        with self._using(auxiliary):
+            return self.velocity(latents, sigma, conditioning, spec, needs)
+
+    def log_probs(self, packed: Packed, temperature: float) -> Tensor:
+        with self.computing():
+            found: Tensor = self.policy.log_probs(dict(self.components.items()), packed, temperature)
+        return found.float()
+
+    @torch.no_grad()
+    def auxiliary_log_probs(self, auxiliary: AuxiliaryPolicy, packed: Packed, temperature: float) -> Tensor:
+        with self._using(auxiliary):
+            return self.log_probs(packed, temperature)
+
+    @contextmanager
+    def _using(self, auxiliary: AuxiliaryPolicy) -> Iterator[None]:
+        """Let the components compute as an auxiliary policy inside the context."""
         if auxiliary == "reference" and self.lora is not None:
             with adapters_off(self.components):
-                return self.velocity(latents, sigma, conditioning, spec, needs)
-        if auxiliary == "teacher" and self.teacher is not None:
+                yield
+        elif auxiliary == "teacher" and self.teacher is not None:
             with adapters_off(self.components), self.teacher.using("teacher"):
-                return self.velocity(latents, sigma, conditioning, spec, needs)
-        if auxiliary not in self.auxiliary:
+                yield
+        elif auxiliary not in self.auxiliary:
             raise TrainingError(f"there is no {auxiliary} policy: the objective did not ask for one")
-        with self.auxiliary.using(auxiliary):
-            return self.velocity(latents, sigma, conditioning, spec, needs)
+        else:
+            with self.auxiliary.using(auxiliary):
+                yield
 
     def gradient_norm(self) -> float:
         return gradient_norm(gradients(self.trainable.values()))
@@ -196,7 +243,7 @@ class ModuleBackend:
         return self._named(adapters=True)
 
     def _named(self, adapters: bool) -> dict[str, Tensor]:
-        named = self.components.named_parameters()
+        named = [(name, p) for name, p in self.components.named_parameters() if p not in self.frozen]
         return {diffusers_name(name): p for name, p in named if is_injected_adapter(name) == adapters}
 
     def begin_save(self, folder: Path) -> Future[Any]:
@@ -236,11 +283,10 @@ def repeated_layers(component: nn.Module) -> list[nn.Module]:
     return [layer for layers in lists for layer in layers if any(True for _ in layer.parameters())]
 
 
-def compile_layers(component: nn.Module, rank: int) -> None:
-    """Compile the repeated layers at their first call, with a separate cache per rank.
+def compile_layers(component: nn.Module, layers: Sequence[nn.Module], rank: int) -> None:
+    """Compile a component's repeated layers at their first call, with a separate cache per rank.
 
     Raises ValueError without such layers."""
-    layers = repeated_layers(component)
     if not layers:
         raise ValueError(
             f"trainer.compile: {type(component).__name__} has no list of repeated layers to compile; leave it out"

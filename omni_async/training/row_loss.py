@@ -5,12 +5,12 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from omni_async.algorithms.kinds import trajectory_fields
-from omni_async.algorithms.objectives.base import ForwardInputs, ObjectiveOutput, TransitionInputs
+from omni_async.algorithms.objectives.base import ForwardInputs, ObjectiveOutput, TokenInputs, TransitionInputs
 from omni_async.algorithms.registry import Objective
 from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config
@@ -55,16 +55,17 @@ class RowLoss(Protocol[Rows]):
         """End the update, completed or discarded. `progress` is the completed share of the run's updates."""
 
 
-class LossOfObjective:
-    """The common base of the built-in `RowLoss`es: the objective, and the tools to build and compute rows.
+class ComputedLoss:
+    """The common base of the built-in `RowLoss`es: the objective, and its computation.
 
-    It has no proximal policy and no normaliser, and keeps no state between steps."""
+    It has no proximal policy and no normaliser, and keeps no state between steps. `policy` follows the contract of the
+    kind's rows."""
 
     def __init__(
         self,
         config: Config,
         objective: Objective,
-        policy: Policy,
+        policy: Any,
         model: TrainBackend,
         metrics: Metrics,
         layout: ParallelLayout,
@@ -77,8 +78,6 @@ class LossOfObjective:
         self._model = model
         self._metrics = metrics
         self._layout = layout
-        self._size = config.trainer.micro_batch_size
-        self._drawn = Drawn(policy, config.rollout)
 
     def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
         raise TrainingError(
@@ -94,10 +93,7 @@ class LossOfObjective:
     def end_update(self, progress: float) -> None:
         """Do nothing: no value here depends on the update."""
 
-    def _micro_batches(self, needs: Sequence[str], unit: int, most: int) -> Iterator[MicroBatch]:
-        return micro_batches(needs, self._size, unit, most, self._policy.components, largest_over_ranks)
-
-    def _computed(self, inputs: TransitionInputs | ForwardInputs) -> ObjectiveOutput:
+    def _computed(self, inputs: TransitionInputs | ForwardInputs | TokenInputs) -> ObjectiveOutput:
         """Compute the objective of R rows.
 
         Raises TrainingError, with the objective's name, if the objective raises, or does not return one number per row:
@@ -130,3 +126,15 @@ class LossOfObjective:
     def _record_staleness(self, staleness: Tensor) -> None:
         self._metrics.record("row_staleness/mean", staleness.double())
         self._metrics.record("row_staleness/max", staleness.double(), "max")
+
+
+class LossOfObjective(ComputedLoss):
+    """The common base of `RowLoss`es whose rows are of latents: builds rows of a policy's components."""
+
+    def __init__(self, config: Config, objective: Objective, policy: Policy, *parts: Any) -> None:
+        super().__init__(config, objective, policy, *parts)
+        self._size = config.trainer.micro_batch_size
+        self._drawn = Drawn(policy, config.rollout)
+
+    def _micro_batches(self, needs: Sequence[str], unit: int, most: int) -> Iterator[MicroBatch]:
+        return micro_batches(needs, self._size, unit, most, self._policy.components, largest_over_ranks)

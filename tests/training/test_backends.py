@@ -82,7 +82,8 @@ def test_layers_are_compiled_with_a_cache_of_each_rank(monkeypatch, tmp_path):
         assert layers and all(layer._compiled_call_impl is not None for layer in layers)
         assert update(engine) == update(plain)
     for rank in (0, 3):
-        compile_layers(TinyTransformer(), rank)
+        transformer = TinyTransformer()
+        compile_layers(transformer, repeated_layers(transformer), rank)
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / f"rank_{rank}")
 
 

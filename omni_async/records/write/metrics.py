@@ -60,6 +60,10 @@ _LEARNING = (
         "cosine between gradient and momentum, before `trainer.optimizer.max_alignment` limits it",
     ),
     Metric("advantage_abs", Group.LEARNING, "mean absolute advantage"),
+    Metric("answer_tokens/mean", Group.LEARNING, "tokens of an answer", "tokens"),
+    Metric("answer_tokens/max", Group.LEARNING, "of the longest answer", "tokens"),
+    Metric("overlong", Group.LEARNING, "answers cut at the largest number of tokens", "fraction", "down"),
+    Metric("entropy", Group.LEARNING, "mean of -log p of the answers' tokens under the trainer's policy", "nats"),
     Metric(
         "ratio_deviation",
         Group.LEARNING,
@@ -193,7 +197,8 @@ _POLICY = (
     Metric(
         "engine_mismatch",
         Group.POLICY,
-        "the same in nats per latent element; the first update fails above `trainer.max_mismatch`",
+        "the same in nats per latent element, or the mean |L| of tokens; the first update fails above"
+        " `trainer.max_mismatch`",
         "nats",
         "down",
     ),

@@ -1,7 +1,7 @@
 """Defines the interface between a trainer rank's engine and the backend that holds its model.
 
-The interface covers velocities of rows, gradients, optimizer steps, checkpoints, and weights to publish. Only the
-backend knows the distribution of weights over ranks.
+The interface covers velocities or log-probs of rows, gradients, optimizer steps, checkpoints, and weights to publish.
+Only the backend knows the distribution of weights over ranks.
 
 All methods are collective: with several ranks, every rank makes the same calls in the same order, with its own rows.
 """
@@ -18,6 +18,7 @@ from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config
 from omni_async.diffusion.policy import Policy
 from omni_async.plugins.backends import find_backend
+from omni_async.tokens.policy import Packed, TokenPolicy
 from omni_async.training.auxiliary import AuxiliaryPolicies
 from omni_async.training.groups import Needs
 
@@ -32,7 +33,7 @@ class TrainBackend(Protocol):
 
     device: the device of the computation. dtype: the dtype of the computation and of published weights.
     trainable: the parameters that the optimizer changes, as `component.name` with their diffusers names: adapters under
-    LoRA, everything otherwise.
+    LoRA, otherwise everything that the policy does not freeze.
     auxiliary: the auxiliary policies of the objective, and the moving average if `trainer.ema` is set.
     digest: the digest of the loaded weights, in `dtype`, under their diffusers names (rank 0 only, else empty)."""
 
@@ -67,6 +68,15 @@ class TrainBackend(Protocol):
         Raises:
             TrainingError: the objective does not declare this policy."""
 
+    def log_probs(self, packed: Packed, temperature: float) -> Tensor:
+        """Compute the log-probs of a row's answers, (T,) float32, with gradient if grad mode is on.
+
+        Args:
+            packed, temperature: as in `TokenPolicy.log_probs`; the row is on `device`."""
+
+    def auxiliary_log_probs(self, auxiliary: AuxiliaryPolicy, packed: Packed, temperature: float) -> Tensor:
+        """Compute the log-probs of an auxiliary policy, without gradient; otherwise as `auxiliary_velocity`."""
+
     def backward(self, losses: Tensor, weight: float) -> None:
         """Add `weight` times the gradient of the sum of `losses` (rows,) over all ranks; a rank may pass 0."""
 
@@ -85,7 +95,7 @@ class TrainBackend(Protocol):
         """Discard the gradient."""
 
     def base(self) -> Mapping[str, Tensor]:
-        """Return the model's own weights by diffusers name, without adapters, in a fixed order."""
+        """Return the model's own weights by diffusers name, without adapters and frozen ones, in a fixed order."""
 
     def adapters(self) -> Mapping[str, Tensor]:
         """Return the weights of LoRA's adapters by diffusers name, in a fixed order."""
@@ -100,7 +110,11 @@ class TrainBackend(Protocol):
 
 
 def build_backend(
-    config: Config, objective: Objective, policy: Policy, device: torch.device, layout: ParallelLayout
+    config: Config,
+    objective: Objective,
+    policy: Policy | TokenPolicy,
+    device: torch.device,
+    layout: ParallelLayout,
 ) -> TrainBackend:
     """Build the backend that `trainer.backend` names, with its model loaded.
 

@@ -21,22 +21,28 @@ from omni_async.algorithms.registry import Objective
 from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config
 from omni_async.diffusion.policy import BuildsEmpty, Policy
+from omni_async.tokens.policy import TokenPolicy
 from omni_async.training import TrainingError
 from omni_async.training.device import init_lone_process_group
 from omni_async.training.loading import Loading, ShardedModel, WholeModel
-from omni_async.training.model import ModuleBackend, repeated_layers
+from omni_async.training.model import ModuleBackend
 
 
 class Fsdp2Backend(ModuleBackend):
     """The `TrainBackend` of ranks that share the weights. Raises TrainingError if process group and layout differ."""
 
     def __init__(
-        self, config: Config, objective: Objective, policy: Policy, device: torch.device, layout: ParallelLayout
+        self,
+        config: Config,
+        objective: Objective,
+        policy: Policy | TokenPolicy,
+        device: torch.device,
+        layout: ParallelLayout,
     ) -> None:
         self._mesh = _mesh(device, layout)
         super().__init__(config, objective, policy, device, layout)
 
-    def loading(self, policy: Policy, dtype: torch.dtype) -> Loading:
+    def loading(self, policy: Policy | TokenPolicy, dtype: torch.dtype) -> Loading:
         if isinstance(policy, BuildsEmpty):
             return ShardedModel(policy, dtype)
         return WholeModel(policy, dtype)
@@ -46,8 +52,9 @@ class Fsdp2Backend(ModuleBackend):
         return torch.device("cpu") if self.config.trainer.offload else self.device
 
     def place(self, component: nn.Module) -> None:
-        """Shard the component's layers, then the rest of the component.
+        """Shard the component's layers, then the rest of the component without its frozen weights.
 
+        Frozen towers are whole on every rank: sharded, they would be collectives, which only ranks with images call.
         Each component is a separate FSDP root, because components are called separately and never as a whole model."""
         precision = MixedPrecisionPolicy()
         if self.dtype != torch.float32:
@@ -61,13 +68,17 @@ class Fsdp2Backend(ModuleBackend):
             offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
         # None frees a layer's weights after its forward pass, and keeps the root's weights, which backward needs first.
         reshard = False if self.config.trainer.gather == "step" else None
-        for part in (*repeated_layers(component), component):
+        towers = {parameter for parameter in component.parameters() if parameter in self.frozen}
+        for parameter in towers:
+            parameter.data = parameter.data.to(self.device)
+        for part in (*self.layers(component), component):
             root = fully_shard(
                 part,
                 mesh=self._mesh,
                 reshard_after_forward=reshard,
                 mp_policy=precision,
                 offload_policy=offload,
+                ignored_params=towers or None,
             )
         root.set_reshard_after_backward(reshard is None)
         # fully_shard moves only the modules that it shards, and not the buffers of modules without parameters.
