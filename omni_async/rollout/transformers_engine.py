@@ -25,7 +25,7 @@ from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.in_process import InProcessEngine, Waiting, settle
 from omni_async.rollout.recent import Recent
 from omni_async.rollout.stepping import prompt_key
-from omni_async.tokens.policy import Cache, Prepared, TokenPolicy
+from omni_async.tokens.policy import Cache, Prepared, TokenPolicy, is_frozen
 from omni_async.types import SampleRequest, VersionSpans
 from omni_async.weights.buckets import digest_tensors
 
@@ -84,8 +84,7 @@ class TransformersEngine(InProcessEngine):
         self._digest = digest_tensors(self._published().items())
 
     def _published(self) -> dict[str, Tensor]:
-        frozen = tuple(f"{prefix}." for prefix in self._policy.frozen)
-        return {name: weight for name, weight in super()._published().items() if not name.startswith(frozen)}
+        return {name: weight for name, weight in super()._published().items() if not is_frozen(self._policy, name)}
 
     def _check(self, request: SampleRequest) -> None:
         where = f"request {request.sample_id}"

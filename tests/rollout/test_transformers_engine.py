@@ -9,6 +9,7 @@ from torch import Tensor
 
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.transformers_engine import TransformersEngine, draw
+from omni_async.training.loading import WholeModel
 from omni_async.types import Prompt, SampleRequest, VersionSpans
 from omni_async.weights.lora import merged_weights
 from tests.rollout.conftest import damaged, publish
@@ -125,7 +126,8 @@ async def test_frozen_weights_stay_and_the_digest_is_of_all_others(models):
     weights = trained(policy, models[0])
     assert weights and not any(name.startswith("thinker.tower") for name in weights)
     engine = TransformersEngine("engine", policy, dtype=torch.float32, max_batch=1, device="cpu")
-    assert (await engine.start()).digest == publish(0, weights)[0].digest
+    trainers = WholeModel(policy, torch.float32).digest(torch.float32)
+    assert (await engine.start()).digest == trainers == publish(0, weights)[0].digest
     tower = policy.load_components(torch.float32)["thinker"].tower[0].weight
     await engine.stage(*publish(1, weights | {"thinker.tower.0.weight": torch.zeros_like(tower)}))
     with pytest.raises(EngineError, match=r"version 1 could not be loaded: .*'thinker.tower.0.weight'"):

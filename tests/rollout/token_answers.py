@@ -16,7 +16,7 @@ from omni_async.algorithms.registry import TOKENS
 from omni_async.diffusion.components import named_parameters
 from omni_async.rollout.base import Trajectory
 from omni_async.rollout.transformers_engine import TransformersEngine
-from omni_async.tokens.policy import Packed, Prepared, TokenPolicy
+from omni_async.tokens.policy import Packed, Prepared, TokenPolicy, is_frozen
 from omni_async.types import Prompt, SampleRequest
 from tests.support.patience import PATIENCE
 
@@ -81,10 +81,6 @@ class Pausing:
         return await task
 
 
-def is_frozen(policy: TokenPolicy, name: str) -> bool:
-    return any(name.startswith(f"{prefix}.") for prefix in policy.frozen)
-
-
 def trained(policy: TokenPolicy, components: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Returns the weights that a version consists of."""
     found = named_parameters(components)
@@ -104,26 +100,20 @@ def versions(policy: TokenPolicy, number: int, scale: float) -> Models:
 # ---- log-probs of an answer, computed another way --------------------------------------------------------------------
 
 
-def pack_answer(prompt: Prepared, tokens: Tensor) -> Packed:
-    """Packs a prompt with its answer, as the trainer does, but alone in its row."""
+def packed_alone(prompt: Prepared, tokens: Tensor) -> Packed:
+    """Packs a prompt with its answer up to its last token, which predicts none."""
     first, number = len(prompt.ids), len(tokens)
     places = torch.arange(first + number - 1)
     of_answer = prompt.next_position + torch.arange(number - 1).expand(len(prompt.positions), -1)
-    return Packed(
-        ids=torch.cat([prompt.ids, tokens[:-1]]),
-        places=places,
-        positions=torch.cat([prompt.positions, of_answer], dim=1),
-        at=places[first - 1 :],
-        targets=tokens,
-        media=prompt.media,
-    )
+    positions = torch.cat([prompt.positions, of_answer], dim=1)
+    return Packed(torch.cat([prompt.ids, tokens[:-1]]), places, positions, places[first - 1 :], tokens, prompt.media)
 
 
 @torch.no_grad()
 def whole(policy: TokenPolicy, models: Models, request: SampleRequest, made: Trajectory) -> Tensor:
     """Computes each token's log-prob from its whole context, by a forward pass of the version that drew it."""
     prompt, tokens = policy.prepare(request.prompt, request.spec), made.tensors["tokens"].long()
-    packed = pack_answer(prompt, tokens)
+    packed = packed_alone(prompt, tokens)
     of_version = {v: policy.log_probs(models[v], packed, request.spec.temperature) for v in set(made.versions)}
     return torch.stack([of_version[version][k] for k, version in enumerate(made.versions)])
 
