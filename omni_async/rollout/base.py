@@ -33,25 +33,26 @@ class EngineError(RuntimeError):
 class Trajectory:
     """The trajectory of one sample.
 
-       `tensors`, batch size [], contains the requested `fields` among:
-         latents             (W + 1, *shape) float32: before the first trained step, and after each one
-         log_probs           (W,) float64: mean over latent elements, as `omni_async.diffusion.sde` defines it for the
-                             request's kind
-         modality_log_probs  (W, M) float64: the same of each modality alone, if a sample has M of them
-                             (`omni_async.diffusion.policy.HasModalities`); comes with log_probs
-         means               (W, *shape) float32: transition means under the policy that took the step
-         final               (*shape) float32: the last latents, which were decoded to the media
-         conditioning        a nested TensorDict, the policy's
-       With latents it also contains sigmas (N + 1,) float32 and steps (W,) int64. `versions`: the versions that took the
-       denoising steps, trained or not.
+    `tensors`, batch size [], contains the requested `fields` among:
+      latents             (W + 1, *shape) float32: before the first trained step, and after each one
+      log_probs           (W,) float64: mean over latent elements, as `omni_async.diffusion.sde` defines it for the
+                          request's kind
+      modality_log_probs  (W, M) float64: the same of each modality alone, if a sample has M of them
+                          (`omni_async.diffusion.policy.HasModalities`); comes with log_probs
+      means               (W, *shape) float32: transition means under the policy that took the step
+      final               (*shape) float32: the last latents, which were decoded to the media
+      conditioning        a nested TensorDict, the policy's
+    With latents it also contains sigmas (N + 1,) float32 and steps (W,) int64. `versions`: the versions that took the
+    denoising steps, trained or not.
 
-       The fields of an answer of T tokens to a prompt of P tokens:
-         prompt              (P,) int32: the prompt's tokens, as the model read them
-         tokens              (T,) int32: the answer's, the end token included if the model ended it
-         log_probs           (T,) float32: of each token in nats, at the recipe's temperature, under what drew it
-       `versions` has the version that drew each token.
-    `encoded`: how many prompts were encoded for it; `shared_steps`: how many denoising steps
-       another sample took for it (`SampleResult`)."""
+    The fields of an answer of T tokens to a prompt of P tokens:
+      prompt              (P,) int32: the prompt's tokens, as the model read them
+      tokens              (T,) int32: the answer's, the end token included if the model ended it
+      log_probs           (T,) float32: of each token in nats, at the recipe's temperature, under what drew it
+    `versions` has the version that drew each token.
+
+    `encoded`: how many prompts were encoded for it; `shared_steps`: how many denoising steps another sample took for it
+    (`SampleResult`)."""
 
     tensors: TensorDict
     media: Media
