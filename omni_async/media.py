@@ -1,6 +1,7 @@
-"""Defines the media of a sample: an image, a video, audio, or several of them.
+"""Defines the media of a sample: an image, a video, audio, a text, or several of them.
 
-A codec converts tensors to `Media`. Media are stored, scored and shown as NumPy arrays, so none of this needs torch.
+A codec converts tensors to `Media`; a token policy answers with a text. Media are stored, scored and shown as NumPy
+arrays, so none of this needs torch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_async.plugins.families import PARTS, MediaShape, SamplingSpec
+from omni_async.plugins.families import ARRAYS, PARTS, MediaShape, SamplingSpec
 
 _AXES = {"image": 3, "video": 4, "audio": 2}
 _DTYPES = {"image": "uint8", "video": "uint8", "audio": "float32"}
@@ -65,7 +66,7 @@ class Media:
     @property
     def arrays(self) -> tuple[str, ...]:
         """The names of the present parts that are arrays: all but a text."""
-        return tuple(part for part in self.parts if part != "text")
+        return tuple(part for part in ARRAYS if getattr(self, part) is not None)
 
     @property
     def nbytes(self) -> int:

@@ -192,9 +192,10 @@ class SampleResult(msgspec.Struct, frozen=True, gc=False):
     """A generated sample.
 
     `step_versions` are the policy versions that took the trained steps, in call order; `version` took step 0. In a
-    training sample without a window every step counts as trained, because its final latents are trained on. `nbytes`
-    counts its trajectory and its media. `encoded`: number of its prompts that were encoded for it, not reused from an
-    earlier sample. `shared_steps`: number of its denoising steps, in all calls, that another sample took for it."""
+    training sample without a window every step counts as trained, because its final latents are trained on; the steps
+    of an answer are its tokens. `nbytes` counts its trajectory and its media. `encoded`: number of its prompts that
+    were encoded for it, not reused from an earlier sample. `shared_steps`: number of its denoising steps, in all calls,
+    that another sample took for it."""
 
     sample_id: str
     engine: str

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from omni_async.algorithms.kinds import Kind, find_kind
 from omni_async.algorithms.registry import Objective, clips, find_objective
 from omni_async.config.algorithm import Advantage, Correction
+from omni_async.config.draws import drawn
 from omni_async.config.layout import layout_problems
 from omni_async.config.schema import Config
-from omni_async.plugins.families import SamplingSpec
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -45,16 +45,10 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _drawn(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
-    spec = config.rollout.sampling
-    if not isinstance(spec, SamplingSpec):  # the family is not installed, or an emulated job names none
-        return
-    draws = "latents" if spec.most_tokens is None else "tokens"
-    if draws != kind.draws:
-        fitting = {"latents": "flow_grpo", "tokens": "token_grpo"}[draws]
-        yield (
-            f"algorithm.name: {objective.name} {kind.summary}, and {config.model.pipeline} draws {draws}; use an"
-            f" objective on {draws}, such as {fitting}"
-        )
+    draws, instead = drawn(config), "flow_grpo" if kind.draws == "tokens" else "token_grpo"
+    if draws not in (None, kind.draws):
+        model = "an emulated model" if config.model.pipeline is None else f"model.pipeline {config.model.pipeline!r}"
+        yield f"algorithm.name: {objective.name} {kind.summary}, and {model} draws {draws}; use {instead} or another"
 
 
 def _rows(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:

@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 
 from omni_async.config import Config, ConfigError
-from omni_async.config.load import INDEX, LARGEST_JSON, read_model_index
+from omni_async.config.load import INDEX, LARGEST_JSON, checkpoint_class, read_model_index
 from omni_async.config.reading import open_file
 from omni_async.config.tensor_files import read_header
 from omni_async.config.tree import file_of, path_params
@@ -114,7 +114,10 @@ def _is_plain_file(text: str) -> bool:
 def model_contents(folder: Path) -> dict[str, str]:
     """Return the digest of every part of a model in diffusers layout, as `model.path/<part>`, and that of its index.
 
-    Raises ConfigError, one line, if the model is missing or cannot be read."""
+    A model in transformers layout is one part. Raises ConfigError, one line, if the model is missing or cannot be
+    read."""
+    if checkpoint_class(folder)[0] == "transformers":
+        return path_contents(f"{MODEL}.", folder)
     index = read_model_index(folder)
     parts = {name: entry for name, entry in index.items() if isinstance(entry, list) and (folder / name).is_dir()}
     found = {f"{MODEL}{INDEX}": _hashed(_without_notes(index))}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_async.commands.command_line import add_command, live_bar, positive, require_writable, write_json
 from omni_async.config import Config, ConfigError, load
+from omni_async.config.draws import require_latents
 from omni_async.config.load import inputs_of
 
 if TYPE_CHECKING:
@@ -199,6 +200,7 @@ def profile_of(config: Config, name: str | None) -> Profile:
     """Load the profile that `--profile` names (None: the recipe's). ConfigError, one line, if none exists."""
     from omni_async.performance.profile import load_profile, shipped_profiles
 
+    require_latents(config, "simulation")
     if name is None:
         if config.emulation is None:
             raise ConfigError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from omni_async.config.draws import draws_problems
 from omni_async.config.engine_args import engine_problems
 from omni_async.config.reward import Scorer
 from omni_async.config.schema import Config
@@ -27,6 +28,7 @@ def check(config: Config) -> str | None:
 
 def _problems(c: Config) -> Iterator[str]:
     for part in (
+        draws_problems,
         _data,
         _calls,
         _window,
@@ -180,9 +182,8 @@ def _staleness(c: Config) -> Iterator[str]:
 def _media_bytes(c: Config) -> int:
     """Return the bytes of the largest sample's images and videos, uint8; 0 if they are unknown."""
     specs = [spec for spec in c.rollout.specs if isinstance(spec, SamplingSpec) and c.emulation is None]
-    return max(
-        (sum(math.prod(part.shape) for part in spec.media() if part.part != "audio") for spec in specs), default=0
-    )
+    pixels = [[part.shape for part in spec.media() if part.part in ("image", "video")] for spec in specs]
+    return max((sum(map(math.prod, shapes)) for shapes in pixels), default=0)
 
 
 def _batching(c: Config) -> Iterator[str]:
@@ -194,8 +195,11 @@ def _batching(c: Config) -> Iterator[str]:
             f"weights.swap: 'step'{set_by} swaps between two denoising steps, and rollout.batching: request takes all"
             " steps of a batch at once; use swap: request or drain, or batching: step"
         )
-    if c.rollout.engine == "emulated" and c.emulation is None:
-        yield "rollout.batching: 'request' is for the engines vllm_omni and diffusers, not for 'emulated'; use 'step'"
+    if c.rollout.engine in ("emulated", "transformers") and c.emulation is None:
+        yield (
+            "rollout.batching: 'request' is for the engines vllm_omni and diffusers, not for"
+            f" {c.rollout.engine!r}; use 'step'"
+        )
 
 
 def _training(c: Config) -> Iterator[str]:

@@ -30,7 +30,10 @@ def downloaded(given: str, kind: str = "model") -> Path | None:
 
 def no_checkpoint(folder: Path) -> str:
     """Return the error for a `folder` without a checkpoint; for a missing folder, with a way to get a checkpoint."""
-    why = f"model.path: {folder} is not a checkpoint folder in diffusers layout: it has no model_index.json"
+    why = (
+        f"model.path: {folder} is not a checkpoint folder: it has no model_index.json (diffusers layout), and no"
+        " config.json that names architectures (transformers layout)"
+    )
     if folder.exists():
         return why
     return f"model.path: {how_to_get(folder)}"

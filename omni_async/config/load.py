@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -43,6 +43,7 @@ _MOVED = {
     f"rollout.{key}": f"rollout.sampling.{key}" for key in ("height", "width", "true_cfg_scale", "negative_prompt")
 }
 INDEX = "model_index.json"
+CONFIG = "config.json"
 LARGEST_JSON = 10_000_000
 LFS_POINTER = b"version https://git-lfs"
 
@@ -106,7 +107,7 @@ def of_model(folder: Path, overrides: Sequence[str] = ()) -> Config:
     It serves to generate samples: requirements of training are neither present nor checked.
 
     Args:
-        folder: absolute, in diffusers layout.
+        folder: absolute.
         overrides: as in `load`.
 
     Raises:
@@ -215,13 +216,13 @@ def _require_same_samples(spec: SamplingSpec, taught: SamplingSpec) -> None:
 
 
 def family_of(folder: Path) -> str:
-    """Return the installed family for the checkpoint in `folder`, by the class that its index names.
+    """Return the installed family for the checkpoint in `folder`, by the class that it names.
 
     Raises ValueError, one line naming the key, unless exactly one family takes it."""
-    found = read_model_index(folder).get("_class_name")
+    layout, found = checkpoint_class(folder)
     if found is None:
         raise ValueError(f"model.path: {folder / INDEX} names no pipeline class; copy it again")
-    names = [name for name in family_names() if _takes(name, found)]
+    names = [name for name in family_names() if _takes(name, layout, found)]
     if not names:
         raise ValueError(
             f"model.path: {folder} is a {found} checkpoint, and none of the installed families takes it, which are"
@@ -230,6 +231,17 @@ def family_of(folder: Path) -> str:
     if len(names) > 1:
         raise ValueError(f"model.pipeline: {folder} is a {found} checkpoint, and {names} all take it: name one")
     return names[0]
+
+
+def checkpoint_class(folder: Path) -> tuple[Literal["diffusers", "transformers"], Any]:
+    """Return a checkpoint's layout, and the class that its model_index.json or its config.json names, if any.
+
+    Only a folder without model_index.json is in transformers layout. Raises ConfigError for a folder in neither."""
+    if not (folder / INDEX).is_file() and (folder / CONFIG).is_file():
+        names = read_model_json(folder / CONFIG).get("architectures")
+        if isinstance(names, list) and names and isinstance(names[0], str):
+            return "transformers", names[0]
+    return "diffusers", read_model_index(folder).get("_class_name")
 
 
 def read_model_index(folder: Path) -> dict[str, Any]:
@@ -265,9 +277,10 @@ def read_model_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _takes(name: str, model_index_class: object) -> bool:
+def _takes(name: str, layout: str, model_index_class: object) -> bool:
     try:
-        return find_family(name).model_index_class == model_index_class
+        family = find_family(name)
+        return (family.layout, family.model_index_class) == (layout, model_index_class)
     except ValueError:  # a broken foreign package, which may be unrelated to this checkpoint
         return False
 

@@ -82,8 +82,8 @@ class Model(Section, kw_only=True, frozen=True):
     """Model family, a name of the entry-point group `omni_async.pipelines`; null: the family of the checkpoint at
     `model.path`."""
     path: Plain
-    """Checkpoint folder in diffusers layout, relative to the recipe's folder; or `owner/name` of a model hub if this
-    machine's cache has it."""
+    """Checkpoint folder in diffusers or transformers layout, relative to the recipe's folder; or `owner/name` of a model
+    hub if this machine's cache has it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the engines' weights, and of the trainer's compute."""
     lora: Lora | None = None
@@ -171,7 +171,7 @@ class Validation(Section, kw_only=True, frozen=True):
     limit: InMemory | None = None
     """Most prompts of a round, spread evenly over the file and the same in every round; null: all prompts."""
     samples_per_prompt: Annotated[int, most(10_000, ge=1)] = 1
-    """Seeds per prompt."""
+    """Seeds per prompt, the same in every round. Tokens are drawn at the recipe's temperature."""
     num_inference_steps: NumSteps = 20
     """Denoising steps, noise 0."""
     share: Annotated[float, Meta(gt=0, le=1)] = 0.5

@@ -20,25 +20,28 @@ from omni_async.control.seeds import PromptStream, draw_bucket, initial_noise_se
 from omni_async.types import Prompt, ReadyGroup, SampleKind, SampleRequest, SampleResult, SdeWindow
 
 
-def trained_steps(request: SampleRequest) -> tuple[int, ...]:
-    """Return how many step versions a result of `request` may carry.
+def trained_steps(request: SampleRequest) -> Sequence[int]:
+    """Return the numbers of step versions that a result of `request` may carry.
 
-    A training sample without a window carries the versions of all its steps, or none if it comes from a dataset."""
+    A training sample without a window carries the versions of all its steps, or none if it comes from a dataset. An
+    answer of tokens carries one for each of its tokens, at least one."""
     if request.window is not None:
         return (request.calls * request.window.size,)
-    return (request.calls * request.num_inference_steps, 0) if request.kind == "train" else (0,)
+    if request.kind != "train":
+        return (0,)
+    most = getattr(request.spec, "most_tokens", None)
+    return (request.calls * request.num_inference_steps, 0) if most is None else range(1, most + 1)
 
 
 def require_trained_steps(request: SampleRequest, result: SampleResult) -> None:
-    """Raise ValueError unless the result has a version for every trained step of its request."""
+    """Raise ValueError unless the result has a version for every trained step, or drawn token, of its request."""
     found, window = result.step_versions.num_steps, request.window
     if window is not None and found == request.calls * window.size:  # fast path for nearly every sample
         return
     expected = trained_steps(request)
     if found not in expected:
-        raise ValueError(
-            f"sample {result.sample_id} of {result.engine}: {found} step versions for {expected[0]} trained steps"
-        )
+        due = f"1 to {len(expected)} tokens" if isinstance(expected, range) else f"{expected[0]} trained steps"
+        raise ValueError(f"sample {result.sample_id} of {result.engine}: {found} step versions for {due}")
 
 
 def spread(prompts: Sequence[Prompt], limit: int | None) -> Sequence[Prompt]:
@@ -86,7 +89,8 @@ class RequestFactory:
         """Return the requests of a validation round.
 
         Every round has the same prompts and seeds, so that rounds differ by the policy alone. A prompt's seeds do not
-        depend on `validation.limit`."""
+        depend on `validation.limit`. Answers are drawn at the temperature of training, so a round's mean reward is that
+        of the policy that is trained."""
         validation, seed = self._config.validation, self._config.run.seed
         if validation is None:
             return []

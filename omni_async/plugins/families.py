@@ -18,7 +18,8 @@ import msgspec
 from omni_async.plugins.entry_points import find_registered, registered_names
 
 GROUP = "omni_async.pipelines"
-PARTS = ("image", "video", "audio", "text")  # parts of media
+ARRAYS = ("image", "video", "audio")  # parts of media that are arrays, and files on disk
+PARTS = (*ARRAYS, "text")
 
 
 class MediaShape(msgspec.Struct, frozen=True):

@@ -59,9 +59,9 @@ class Scorer:
 
     A scorer need not inherit from it: `declared` gives any class with a method `score` the same defaults.
 
-    accepts        a tuple of "image", "video" and "audio": the parts of a sample's media that it can score. It must be
-                   able to score a sample that has one of them, and receives `Media`. By default it scores images, and
-                   receives arrays.
+    accepts        a tuple of "image", "video", "audio" and "text": the parts of a sample's media that it can score. It
+                   must be able to score a sample that has one of them, and receives `Media`. By default it scores
+                   images, and receives arrays.
     requires       a tuple of parts that every sample must have together. Default: any one of the accepted parts.
     concurrency    the number of calls that may run at once, None for any number. Default: one call of a plain method,
                    any number of an asynchronous one. If several are allowed, a slow call is hedged after `hedge_s`.

@@ -17,6 +17,7 @@ from omni_async.types import Prompt
 
 # Enough to detect a scorer that answers for a batch as if it were one sample.
 _SAMPLES = 2
+_SENTENCES = ("The answer is 42.", "It cannot be read.")
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,12 @@ class Probe:
 
 
 def _synthetic(shapes: Sequence[MediaShape], flipped: bool) -> Media:
-    """Return media of these shapes: gradients, moving in a video, and a sweep of tones."""
+    """Return media of these shapes: gradients, moving in a video, a sweep of tones, and a sentence."""
     parts: dict[str, Any] = {}
     for one in shapes:
+        if one.part == "text":
+            parts |= {"text": _SENTENCES[flipped], "finish": "stop"}
+            continue
         if one.part == "audio":
             channels, n = one.shape
             sweep = np.sin(np.linspace(0, 1, n) ** 2 * n / 8).astype(np.float32)

@@ -55,12 +55,20 @@ class Array(msgspec.Struct, frozen=True):
     rate: Annotated[float, Meta(gt=0, le=1e6)] | None = None
 
 
+class Written(msgspec.Struct, frozen=True):
+    """A sample that is a text. `finish`: `stop`, or `length` if it ended at the largest number of tokens."""
+
+    text: Text
+    finish: Literal["stop", "length"] = "stop"
+
+
 class WireMedia(msgspec.Struct, frozen=True, omit_defaults=True):
     """At least one part of `omni_async.media.Media`."""
 
     image: Array | None = None
     video: Array | None = None
     audio: Array | None = None
+    text: Written | None = None
 
 
 class WirePrompt(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -171,7 +179,9 @@ def sent_sample(media: Media, prompt: Prompt, key: str | None) -> WireSample:
     """Convert a sample to its message; ValueError if an image of its prompt cannot be read."""
     rates = {"image": None, "video": media.fps, "audio": media.sample_rate}
     media = media.numpy()
-    parts = {name: _sent(getattr(media, name), rates[name]) for name in media.parts}
+    parts: dict[str, Any] = {name: _sent(getattr(media, name), rates[name]) for name in media.arrays}
+    if media.text is not None and media.finish is not None:
+        parts["text"] = Written(media.text, media.finish)
     images = tuple(encoded_bytes(image) for image in prompt.images)
     return WireSample(
         WirePrompt(prompt.text, prompt.index, prompt.target, prompt.metadata, images), WireMedia(**parts), key
@@ -193,6 +203,8 @@ def sample_of(sample: WireSample) -> tuple[Media, Prompt]:
             fps=found.video.rate if found.video else None,
             audio=_array("audio", found.audio),
             sample_rate=_whole(found.audio.rate) if found.audio else None,
+            text=found.text.text if found.text else None,
+            finish=found.text.finish if found.text else None,
         )
     except ValueError as error:
         raise WireError(one_line(str(error), 300)) from None

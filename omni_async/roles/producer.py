@@ -50,26 +50,31 @@ class _Finished(NamedTuple):
 
     def result(self, engine: str, trajectory: Any, media: Any) -> SampleResult:
         """Return the coordinator's message about the sample that `engine` generated, with references to stored data."""
-        num_steps = self.request.num_inference_steps
-        every_step = range(num_steps if self.request.kind == "train" else 0)
-        steps = self.request.window.steps if self.request.window else every_step
-        of_calls = [
-            self.versions.of_steps(range(first + steps.start, first + steps.stop))
-            for first in range(0, self.request.calls * num_steps, num_steps)
-        ]
         return SampleResult(
             self.request.sample_id,
             engine,
             trajectory,
             media,
             version=self.versions.first,
-            step_versions=of_calls[0] if len(of_calls) == 1 else VersionSpans.of(chain.from_iterable(of_calls)),
+            step_versions=self._trained(),
             started=self.started,
             finished=self.finished,
             nbytes=nbytes(self.tensors) + nbytes(self.media),
             encoded=self.encoded,
             shared_steps=self.shared_steps,
         )
+
+    def _trained(self) -> VersionSpans:
+        """Return the versions of the trained steps, in call order; of all tokens of an answer."""
+        num_steps, training = self.request.num_inference_steps, self.request.kind == "train"
+        steps = self.request.window.steps if self.request.window else range(num_steps if training else 0)
+        if self.request.window is None and getattr(self.request.spec, "most_tokens", None) is not None:
+            steps = range(self.versions.num_steps if training else 0)
+        of_calls = [
+            self.versions.of_steps(range(first + steps.start, first + steps.stop))
+            for first in range(0, self.request.calls * num_steps, num_steps)
+        ]
+        return of_calls[0] if len(of_calls) == 1 else VersionSpans.of(chain.from_iterable(of_calls))
 
 
 @dataclass(eq=False)

@@ -30,7 +30,12 @@ RNG = np.random.default_rng(0)
 NAMES = [*registry._BUILT_IN]
 ELSEWHERE, SLOW = ("http", "vlm_judge"), ("scene_text", "video_audio", "hps_v3")
 QUICK_FIRST = [pytest.param(name, marks=pytest.mark.thorough) if name in SLOW else name for name in NAMES]
-SHAPES = [MediaShape("image", (3, 8, 8)), MediaShape("video", (4, 3, 8, 8), 8), MediaShape("audio", (1, 100), RATE)]
+SHAPES = [
+    MediaShape("image", (3, 8, 8)),
+    MediaShape("video", (4, 3, 8, 8), 8),
+    MediaShape("audio", (1, 100), RATE),
+    MediaShape("text", ()),
+]
 PAGES = ROOT / "docs" / "rewards"
 
 

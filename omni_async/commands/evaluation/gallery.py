@@ -24,7 +24,7 @@ from omni_async.config.reading import TooLargeError, read_file, require_file
 from omni_async.config.redact import shown
 from omni_async.config.writing import is_partial, open_lock, write_atomic
 from omni_async.media import Media
-from omni_async.plugins.families import PARTS
+from omni_async.plugins.families import ARRAYS
 from omni_async.records.write.files import keep_from_children, read_records
 from omni_async.records.write.images import write_media
 from omni_async.records.write.rundir import append_jsonl
@@ -161,7 +161,7 @@ class Gallery:
     def add(self, label: str, request: SampleRequest, media: Media) -> None:
         """Write a model's sample. If it raises OSError, no row was added."""
         folder = self.folder / label
-        row = sample_row(request.prompt, write_media(media, folder / _name(request)))
+        row = sample_row(request.prompt, media, write_media(media, folder / _name(request)))
         append_jsonl(folder / TABLE, row)
         self._drawn[label][_name(request)] = row
 
@@ -203,7 +203,7 @@ def _name(request: SampleRequest) -> str:
 
 
 def _files(folder: Path, row: dict[str, Any]) -> dict[str, Path]:
-    return {part: folder / Path(row[part]).name for part in PARTS if isinstance(row.get(part), str)}
+    return {part: folder / Path(row[part]).name for part in ARRAYS if isinstance(row.get(part), str)}
 
 
 def _weights(entry: Any) -> str | None:

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from omni_async.commands.evaluation.models import Model
 from omni_async.config import Config, ConfigError, load, of_model
+from omni_async.config.draws import require_latents
 from omni_async.config.load import decode, family_of
 from omni_async.config.redact import redact
 from omni_async.config.schema import Validation
@@ -81,6 +82,7 @@ def settings_of(options: argparse.Namespace, models: Sequence[Model]) -> Setting
         family = find_family(config.model.pipeline or family_of(models[0].base))
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    require_latents(family, options.command)
     if options.guidance is not None:
         config = _guided(config, family, options.guidance)
     for model in models:

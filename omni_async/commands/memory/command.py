@@ -10,6 +10,7 @@ from omni_async.commands.memory.amounts import GIB, Amount, Estimate
 from omni_async.commands.memory.devices import bytes_of_device, shared_devices
 from omni_async.commands.memory.verdict import Device, judge, ways_out
 from omni_async.config import Config, ConfigError
+from omni_async.config.draws import require_latents
 from omni_async.roles.plan import require_trainable
 
 _COLUMNS = ("weights", "states", "activations", "decode", "context", "device", "host")
@@ -40,6 +41,7 @@ def memory_report(config: Config, device: str) -> tuple[str, str | None]:
     capacity = bytes_of_device(device)
     if config.emulation is not None:
         raise ConfigError("emulation: an emulated run has no model; remove the section to estimate its memory")
+    require_latents(config, "check --device")
     require_trainable(config)
     shared = shared_devices(config)
     if not shared:

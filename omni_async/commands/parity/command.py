@@ -17,6 +17,7 @@ import msgspec
 
 from omni_async.commands.command_line import add_command, require_writable, write_json
 from omni_async.config import ConfigError, load
+from omni_async.config.draws import require_latents
 from omni_async.config.load import inputs_of
 from omni_async.plugins.entry_points import load_named
 from omni_async.plugins.families import PipelineFamily, find_family
@@ -110,6 +111,7 @@ def _cases(target: str, overrides: list[str]) -> tuple[PipelineFamily, tuple[Cas
         family = find_family(target)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    require_latents(family, "parity")
     if family.parity is None:
         raise ConfigError(
             f"family {target!r} names no cases to compare (`parity` of its PipelineFamily); give a recipe"
@@ -128,6 +130,7 @@ def _of_recipe(path: Path, overrides: list[str]) -> tuple[PipelineFamily, tuple[
         family = find_family(config.model.pipeline or family_of(checkpoint))
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    require_latents(family, "parity")
     check_checkpoint(checkpoint, family, {"rollout.sampling": config.rollout.sampling})
 
     from omni_async.commands.parity.case import Case

@@ -147,12 +147,15 @@ class Stacks(msgspec.Struct, frozen=True, tag="stacks", tag_field="kind"):
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """A sample's medium at one version. `src`: a data URI, an address of the live page, or empty for no medium."""
+    """A sample's medium at one version. `src`: a data URI, an address of the live page, or empty for no medium.
+
+    `text`: of a medium that is a text; it has no `src`."""
 
     version: int
     src: str = ""
-    medium: Literal["image", "video", "audio"] = "image"
+    medium: Literal["image", "video", "audio", "text"] = "image"
     reward: float | None = None
+    text: str = ""
 
 
 class Strip(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ from typing import Any
 
 from omni_async.commands.report.blocks import Block, Cell, Commands, Section, Table, Text
 from omni_async.commands.report.shown import Shown, flat
+from omni_async.config.draws import TOKEN_ENGINE
 from omni_async.config.redact import redact_text
 
 
@@ -44,7 +45,7 @@ def next_steps(shown: Sequence[Shown]) -> Section:
         if one.run.status == "running":
             items.append((f"omni-async status {run}", f"How it is now{of}"))
             items.append((f"omni-async stop {run}", f"End it, with a checkpoint{of}"))
-        if one.run.checkpoints:
+        if one.run.checkpoints and one.run.setting("rollout.engine") != TOKEN_ENGINE:
             items.append((f"omni-async sample {run} --against base", f"Draw samples, before and after{of}"))
             items.append((f"omni-async eval {run}", f"Compare its checkpoints on the same prompts and noise{of}"))
             items.append((f"omni-async export {run} --out exported", f"A model that diffusers loads{of}"))

@@ -31,6 +31,7 @@ _LARGEST = 2**26  # bytes of a file
 # Pillow's errors for a damaged image, another file type, or an image made to fill the memory.
 _UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 _KEPT_SIDE, _REDUCED_SIDE = 160, 320
+_LONGEST_TEXT = 2000  # characters of a sample that is a text
 _LEFT_OUT = "Some media are left out, to keep the page small; the samples folder has them."
 _TYPES = {".png": "image/png", ".mp4": "video/mp4", ".wav": "audio/wav", ".webp": "image/webp"}
 
@@ -71,7 +72,7 @@ def _strips(run: Run, rounds: Sequence[Grid], address: Address) -> Samples:
         for grid, tiles in zip(chosen, keyed, strict=True):
             tile = tiles.get(key)
             frame = Frame(grid.version) if tile is None else _frame(grid.version, tile, address)
-            full |= tile is not None and not frame.src
+            full |= tile is not None and not frame.src and frame.medium != "text"
             frames.append(frame)
             if tile is not None and tile.image is not None:
                 sides.append(_side(tile.image, run.folder.samples))
@@ -126,6 +127,8 @@ def _frame(version: int, tile: Tile, address: Address) -> Frame:
     for path, medium in ((tile.video, "video"), (tile.image, "image"), (tile.audio, "audio")):
         if path is not None and (src := address(path)):
             return Frame(version, src, medium, reward)  # type: ignore[arg-type]
+    if tile.text is not None:
+        return Frame(version, medium="text", reward=reward, text=tile.text[:_LONGEST_TEXT])
     return Frame(version, reward=reward)
 
 

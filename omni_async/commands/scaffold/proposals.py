@@ -12,6 +12,7 @@ from pathlib import Path
 
 from omni_async.config import ConfigError
 from omni_async.config import reward as sections
+from omni_async.config.draws import require_latents
 from omni_async.config.hub import downloaded
 from omni_async.config.load import family_of
 from omni_async.data.prompts import load_prompts
@@ -38,6 +39,7 @@ def find_model(model: str) -> tuple[PipelineFamily, int]:
         family = find_family(family_of(folder))
     except ValueError as error:
         raise ConfigError(f"--model: {str(error).removeprefix('model.path: ')}") from None
+    require_latents(family, "init")
     files = (file for name in family.components for file in (folder / name).glob("*.safetensors"))
     return family, sum(file.stat().st_size for file in files)
 

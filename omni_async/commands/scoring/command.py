@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from omni_async.commands.scoring.scoring import Scored
 
 _SCORE = """\
-Score images, videos and sound with a recipe's reward, as a run does, to examine a reward before training on it. The
-model is not loaded and need not exist. Judge servers that the reward names are started and stopped:
+Score images, videos, sound and texts with a recipe's reward, as a run does, to examine a reward before training on it.
+The model is not loaded and need not exist. Judge servers that the reward names are started and stopped:
 
   omni-async score recipes/quickstart/quickstart.yaml recipes/tiny/images 'reward.scorers=[{name: jpeg_size}]'
   omni-async score recipes/quickstart/quickstart.yaml runs/quickstart-20260101-120000 --grid extremes.png
@@ -36,7 +36,8 @@ model is not loaded and need not exist. Judge servers that the reward names are 
 
 A PATH is a media file, a folder of them, the folder of a run (its samples), or a table (.jsonl, .json, .csv, .tsv,
 .parquet, .arrow, a folder with metadata.jsonl) with columns prompt, image, video or audio (files in its folder or
-below) and optionally target; other columns are metadata. data.columns of the recipe names the table's columns.
+below) or text (the text itself), and optionally target; other columns are metadata. data.columns of the recipe names
+the table's columns.
 The prompt of a.png is in a.txt or a.json (an object as in a prompt file), or in the folder's prompts.txt or
 prompts.jsonl, with a line per file in the order of their names.
 

@@ -22,7 +22,6 @@ from omni_async.commands.command_line import as_csv
 from omni_async.commands.scoring.scoring import Scored
 from omni_async.config import ConfigError
 from omni_async.config.redact import one_line
-from omni_async.data.media_files import read_media
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -239,7 +238,7 @@ def write_grid(path: Path, rows: Sequence[Scored]) -> None:
     for title, row in [*worst, *best]:
         shown = msgspec.structs.replace(row.scores[-1], value=numbers_of(row)["reward"])
         try:
-            image = tile(read_media(row.sample.files, row.sample.within))
+            image = tile(row.sample.media())
         except ConfigError as error:  # it existed a moment ago
             raise OSError(f"{error}") from None
         items.append((image, f"{title}: {caption(row.sample.prompt, shown)}"))

@@ -7,8 +7,9 @@ a file comes from one of these:
 - the folder's `prompts.txt` or `prompts.jsonl`, a line per file in the order of their names
 
 A table (`omni_async.data.tables`) has a row per sample with `prompt` and its media as `image`, `video` and `audio`
-(paths relative to the table). It may have `target`, `images` (the prompt's images) and `metadata`; other columns are
-metadata, too. A folder with `metadata.jsonl` is a table, whose `file_name` names the media.
+(paths relative to the table), or without them its `text` itself. It may have `target`, `images` (the prompt's images)
+and `metadata`; other columns are metadata, too. A folder with `metadata.jsonl` is a table, whose `file_name` names the
+media.
 
 A path on the command line may point anywhere. A folder or a table is input: its files must be in it or below, links
 included. Images of prompts may also be in the folders of the recipe's prompt files.
@@ -31,11 +32,12 @@ from omni_async.config import ConfigError, redact
 from omni_async.config.reading import is_within, require_file
 from omni_async.data.folders import caption_of, folder_table, metadata_of, require_inside, sorted_files
 from omni_async.data.image_files import one_line, prompt_image
-from omni_async.data.media_files import SUFFIXES, part_of
+from omni_async.data.media_files import SUFFIXES, part_of, read_media
 from omni_async.data.prompts import load_prompts, prompt_of
 from omni_async.data.tables import LEADS_OUT, NO_COLUMNS, Columns, Table, open_table
 from omni_async.data.tables import SUFFIXES as _TABLES
-from omni_async.plugins.families import PARTS
+from omni_async.media import Media
+from omni_async.plugins.families import ARRAYS
 from omni_async.types import Prompt
 
 _PROMPT_FILES = ("prompts.txt", "prompts.jsonl")
@@ -44,7 +46,7 @@ _OF_RUN: Columns = {"reward": None}  # a run's own reward is left out; the promp
 
 
 class Sample(Struct, frozen=True):
-    """A sample to score: its files by part of media, and its prompt.
+    """A sample to score: its files by part of media, or its text; and its prompt.
 
     `name` is its name in results, with control characters and characters that no file can hold escaped. `within` is the
     folder that must contain the files when they are opened; None if the user named them."""
@@ -53,6 +55,16 @@ class Sample(Struct, frozen=True):
     files: dict[str, Path]
     prompt: Prompt
     within: Path | None = None
+    text: Media | None = None
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of its media."""
+        return tuple(self.files) if self.text is None else ("text",)
+
+    def media(self) -> Media:
+        """Return the media, decoded from the files. Raises ConfigError, one line."""
+        return read_media(self.files, self.within) if self.text is None else self.text
 
 
 def find_samples(
@@ -164,9 +176,10 @@ def _of_table(table: Table, images_in: Sequence[Path], columns: Columns) -> list
 
 
 def _of_row(folder: Path, where: str, row: dict[str, Any], images_in: Sequence[Path]) -> Sample:
-    named = {part: row.pop(part) for part in PARTS if part in row}
-    if not named:
-        raise ConfigError(f"{where}: names no media; expected a path as image, video or audio")
+    named = {part: row.pop(part) for part in ARRAYS if part in row}
+    text = None if named else _text_of(where, row)  # next to files, a column of that name is metadata
+    if not named and text is None:
+        raise ConfigError(f"{where}: names no media; expected a path as image, video or audio, or a text")
     files = {part: _named(folder, name, f"{where}: {part}") for part, name in named.items()}
     more = row.pop("metadata", {})
     if not isinstance(more, dict):
@@ -175,7 +188,18 @@ def _of_row(folder: Path, where: str, row: dict[str, Any], images_in: Sequence[P
         raise ConfigError(f"{where}: metadata: {clash[0]!r} is a column of the table, too")
     prompt = prompt_of(0, {**row, **more}, where)
     prompt = _with_images(_without_nul(prompt, where), where, folder, images_in)
-    return Sample(redact.one_line(", ".join(named.values())), files, prompt, folder)
+    name = ", ".join(named.values()) if named else where
+    return Sample(redact.one_line(name), files, prompt, folder, text)
+
+
+def _text_of(where: str, row: dict[str, Any]) -> Media | None:
+    """Take a sample's text out of its row; None if it has none. ConfigError begins with `where`."""
+    if "text" not in row:
+        return None
+    try:
+        return Media(text=row.pop("text"), finish=row.pop("finish", "stop"))
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _named(folder: Path, name: Any, where: str, images_in: Sequence[Path] = ()) -> Path:

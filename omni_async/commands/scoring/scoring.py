@@ -24,7 +24,6 @@ from omni_async.config import Config, ConfigError
 from omni_async.config.redact import one_line, redact_text
 from omni_async.config.reward import ScoreCache
 from omni_async.control.reward_formula import RewardFormula
-from omni_async.data.media_files import read_media
 from omni_async.data.prompts import PromptCheck
 from omni_async.plugins.families import MediaShape
 from omni_async.rewards import registry
@@ -62,7 +61,7 @@ def prompt_checks(config: Config, samples: Sequence[Sample]) -> list[PromptCheck
     """Check the scorers without building them, and return their requirements of a prompt. Raises ConfigError."""
     if not config.reward.scorers:
         raise ConfigError(f"reward.scorers: empty; registered are {', '.join(registry.names())}")
-    made = [MediaShape(part, ()) for part in {part: None for sample in samples for part in sample.files}]  # type: ignore[arg-type]
+    made = [MediaShape(part, ()) for part in {part: None for sample in samples for part in sample.parts}]  # type: ignore[arg-type]
     asked = []
     for number, scorer in enumerate(config.reward.scorers):
         try:
@@ -126,7 +125,7 @@ async def score_samples(
 def _probe(config: Config, rows: Sequence[Scored]) -> Probe | None:
     """Return a run's sample for trying the scorers, if its media are of the kind that is scored here."""
     made = {shape.part for shape in config.rollout.sampling.media()}
-    if not made or not all(made == {*row.sample.files} for row in rows):
+    if not made or not all(made == {*row.sample.parts} for row in rows):
         return None
     return Probe.of(config, [row.sample.prompt for row in rows])
 
@@ -172,7 +171,7 @@ async def _score_one(panel: Panel, row: Scored, reading: asyncio.Lock) -> Answer
     """Score a sample; if a scorer is down, wait until it answers or is given up."""
     try:
         async with reading:  # in their order
-            media = await in_daemon_thread(read_media, row.sample.files, row.sample.within)
+            media = await in_daemon_thread(row.sample.media)
     except ConfigError as error:
         return Answer(error=one_line(str(error)), fault="reject")
     while True:

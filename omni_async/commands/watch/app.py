@@ -43,6 +43,7 @@ _SAMPLE = re.compile(r"(train|validation)-\d{6,9}(-\d{2,4})?\.(png|mp4|wav)")
 _LARGEST = 16 * 1024
 _LARGEST_SAMPLE = 2**26  # bytes
 _MOST_ROWS = 1000  # of a table of samples
+_LONGEST_TEXT = 2000  # characters of a sample that is a text
 _MOST_BOXES = 6000
 _MOST_COLUMNS, _MOST_LANES, _MOST_SHARES = 8000, 1000, 1_000_000
 _MOST_GROUP = 10**9
@@ -77,7 +78,8 @@ class Login(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Row(msgspec.Struct):
     prompt: str
-    image: str
+    image: str = ""
+    text: str | None = None
 
 
 class WatchApp:
@@ -316,10 +318,11 @@ def _media(live: LiveRun, version: int | None, prompt: str) -> list[dict[str, st
     if version is None or ("train", version) not in live.follower.samples:
         return []
     rows, _ = read_foreign(run.samples / f"train-{version:06d}.jsonl", _Row, run.path, most=_MOST_ROWS)
+    own = [row for row in rows if row.prompt[:SHOWN_OF_PROMPT] == prompt]
     return [
-        {"src": f"samples/{row.image}"}
-        for row in rows
-        if row.prompt[:SHOWN_OF_PROMPT] == prompt and _SAMPLE.fullmatch(row.image)
+        {"src": f"samples/{row.image}"} if _SAMPLE.fullmatch(row.image) else {"text": str(row.text)[:_LONGEST_TEXT]}
+        for row in own
+        if _SAMPLE.fullmatch(row.image) or row.text is not None
     ]
 
 

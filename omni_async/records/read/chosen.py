@@ -19,6 +19,7 @@ from omni_async.checkpoint.contents import another_part, model_contents
 from omni_async.checkpoint.folders import MANIFEST_FILE, by_version, newest_first, require_whole, version_of
 from omni_async.checkpoint.state import CheckpointError, State, read_state
 from omni_async.config import Config, ConfigError, load, of_tree
+from omni_async.config.draws import require_latents
 from omni_async.config.load import INDEX, read_model_index
 from omni_async.config.reading import real_path
 from omni_async.control.reasons import listed
@@ -169,6 +170,7 @@ def _config_of(run: RunDirectory) -> Config:
         raise ConfigError(f"{run.config_yaml}: {error}") from None
     if config.emulation is not None:
         raise ConfigError(f"{run.path}: its devices were emulated, so it has no trained weights")
+    require_latents(config, "this command")
     return config
 
 

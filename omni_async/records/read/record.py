@@ -49,7 +49,7 @@ _LARGEST_CONFIG = 2**18  # bytes, the same bound as for any recipe
 
 @dataclass(frozen=True)
 class Tile:
-    """One sample of a grid; its media are paths, None for missing media."""
+    """One sample of a grid; its media are paths, None for missing media, and `text` is a text itself."""
 
     number: int
     prompt: str
@@ -57,6 +57,7 @@ class Tile:
     image: Path | None = None
     video: Path | None = None
     audio: Path | None = None
+    text: str | None = None
     row: dict[str, Any] = field(default_factory=dict)  # the complete line of the table
 
 
@@ -344,7 +345,7 @@ def _tile(number: int, row: dict[str, Any], folder: Path, left_out: dict[str, st
             return None
         return path
 
-    target = row.get("target")
+    target, text = row.get("target"), row.get("text")
     return Tile(
         number=number,
         prompt=str(row.get("prompt", ""))[:_LONGEST_TEXT],
@@ -352,5 +353,6 @@ def _tile(number: int, row: dict[str, Any], folder: Path, left_out: dict[str, st
         image=media("image"),
         video=media("video"),
         audio=media("audio"),
+        text=text[:_LONGEST_TEXT] if isinstance(text, str) else None,
         row=row,
     )

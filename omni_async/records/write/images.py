@@ -1,4 +1,4 @@
-"""Makes samples visible: grids of tiles with captions, and files of videos and sound.
+"""Makes samples visible: grids of tiles with captions, and files of images, videos and sound.
 
 A grid has the images side by side, each with its prompt, the text that a scorer read in it, and its reward. Captions
 support any script: each character uses the first font that has it, or is spelled out. The first font is DejaVu Sans,
@@ -80,8 +80,8 @@ def _fit(array: np.ndarray) -> Image.Image:
     return image
 
 
-def _wrap(text: str, font: Typeface, width: int) -> list[str]:
-    """Wrap a text into at most `_MAX_LINES` lines no wider than `width` pixels; the rest is cut with dots.
+def _wrap(text: str, font: Typeface, width: int, most: int = _MAX_LINES) -> list[str]:
+    """Wrap a text into at most `most` lines no wider than `width` pixels; the rest is cut with dots.
 
     Lines are broken between words, and within a word that fills more than a line (not every script has spaces)."""
     lines: list[str] = []
@@ -94,14 +94,14 @@ def _wrap(text: str, font: Typeface, width: int) -> list[str]:
                 line = word
             else:
                 line = joined
-            while len(lines) <= _MAX_LINES and font.length(line) > width:
+            while len(lines) <= most and font.length(line) > width:
                 fitting = _fitting(line, font, width)
                 lines.append(line[:fitting])
                 line = line[fitting:]
         lines.append(line)
-    if len(lines) > _MAX_LINES:
-        last = lines[_MAX_LINES - 1]
-        lines = [*lines[: _MAX_LINES - 1], last[: _fitting(last, font, width - font.length("..."))] + "..."]
+    if len(lines) > most:
+        last = lines[most - 1]
+        lines = [*lines[: most - 1], last[: _fitting(last, font, width - font.length("..."))] + "..."]
     return lines
 
 
@@ -195,17 +195,29 @@ def _spelled(character: str) -> str:
 _FRAMES = 3
 _WAVE_WIDTH, _WAVE_HEIGHT = 384, 96  # of a waveform
 _SILENCE, _WAVE = 32, 200  # grey levels
+_TEXT_WIDTH, _TEXT_LINES, _TEXT_CHARACTERS = 384, 12, 2000
 
 
 def tile(media: Media) -> NDArray[np.uint8]:
     """Return an image of the media, uint8 (height, width, 3).
 
-    A video becomes its first, middle and last frame side by side; audio alone becomes its waveform."""
+    A video becomes its first, middle and last frame side by side; audio alone becomes its waveform; a text alone is
+    written, its first lines."""
     if media.image is not None:
         return media.pixels
     if media.video is not None:
         return np.concatenate(list(evenly(media.frames, _FRAMES)), axis=1)
-    return _waveform(media.waveform)
+    return _written(media.text) if media.text is not None else _waveform(media.waveform)
+
+
+def _written(text: str) -> NDArray[np.uint8]:
+    font = Typeface(_FONT_SIZE)
+    lines = _wrap(text[:_TEXT_CHARACTERS], font, _TEXT_WIDTH - 2 * _PADDING, _TEXT_LINES) or ["(no text)"]
+    image = Image.new("RGB", (_TEXT_WIDTH, _LINE_HEIGHT * len(lines) + 2 * _PADDING), (_SILENCE,) * 3)
+    draw = ImageDraw.Draw(image)
+    for number, line in enumerate(lines):
+        font.draw(draw, (_PADDING, _PADDING + number * _LINE_HEIGHT + _BASELINE), line, _INK)
+    return np.asarray(image)
 
 
 def _waveform(samples: NDArray[np.float32]) -> NDArray[np.uint8]:
@@ -227,7 +239,8 @@ _SOUND_RATE = 48_000  # of AAC if it does not support the audio's rate
 def write_media(media: Media, path: Path) -> list[Path]:
     """Write media to `path` with the suffixes .png, .mp4 (H.264, AAC of any sound) and .wav (32-bit float).
 
-    Returns the files. Raises OSError, and then leaves no partial file."""
+    Returns the files; none for a text, which is in the table of samples. Raises OSError, and then leaves no partial
+    file."""
     written = []
     if media.image is not None:
         written.append(path.with_name(f"{path.name}.png"))

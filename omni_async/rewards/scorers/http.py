@@ -18,6 +18,7 @@ from omni_async.aio.threads import in_daemon_thread
 from omni_async.config.redact import one_line, redact_text
 from omni_async.config.section import Urls
 from omni_async.media import Media
+from omni_async.plugins.families import PARTS
 from omni_async.rewards import wire
 from omni_async.rewards.base import Addresses, Outage, ScoreError, Scorer, Unbounded
 from omni_async.rewards.scorers.model_servers import BadAnswer, Connections, ModelServers, Question, Retries, Seconds
@@ -33,7 +34,7 @@ class HttpScorer(Scorer):
     `connections`: the most that are open at once. `form`: the encoding of samples."""
 
     name = "http"
-    accepts = ("image", "video", "audio")
+    accepts = PARTS
     cost = "elsewhere"
 
     def __init__(
@@ -97,10 +98,12 @@ class HttpScorer(Scorer):
         sample = wire.sent_sample(media, prompt, None)
         digest = xxhash.xxh3_128(self._salt)
         digest.update(msgspec.msgpack.encode(sample.prompt))
-        for part in media.parts:
+        for part in media.arrays:
             array: wire.Array = getattr(sample.media, part)
             digest.update(msgspec.msgpack.encode((part, array.shape, array.rate)))
             digest.update(array.data)
+        if sample.media.text is not None:
+            digest.update(msgspec.msgpack.encode(("text", sample.media.text)))
         return msgspec.structs.replace(sample, key=digest.hexdigest())
 
     async def close(self) -> None:

@@ -16,7 +16,12 @@ from omni_async.rewards import registry
 from omni_async.rewards.server.listener import read_token, require_token
 
 # One of each part: a server does not know what its clients generate.
-_ANY_MEDIA = (MediaShape("image", (3, 1, 1)), MediaShape("video", (1, 3, 1, 1), 1.0), MediaShape("audio", (1, 1), 1.0))
+_ANY_MEDIA = (
+    MediaShape("image", (3, 1, 1)),
+    MediaShape("video", (1, 3, 1, 1), 1.0),
+    MediaShape("audio", (1, 1), 1.0),
+    MediaShape("text", ()),
+)
 
 
 class Server(Section, kw_only=True, frozen=True):

@@ -3,7 +3,7 @@
 Each update or validation round has these files, here for update 10 (tiles count from 0):
 - `samples/train-000010.png`: a grid with a tile per shown sample.
 - `samples/train-000010-03.png`, `.mp4` and `.wav`: the image, video and sound of tile 3.
-- `samples/train-000010.jsonl`: a table of their prompts, for `omni-async score`.
+- `samples/train-000010.jsonl`: a table of their prompts, and of texts, for `omni-async score`.
 
 A task waits for the media (unblocked by the store), then until files may be saved (unblocked by `may_save`, which is
 set once the run's folder belongs to this attempt). A sample that cannot be drawn or written is reported and ends
@@ -82,7 +82,7 @@ class SampleFiles:
         rows = []
         for number, (one, sample) in enumerate(zip(media, shown, strict=True)):
             files = write_media(one, self._run.samples / f"{name}-{number:02d}")
-            rows.append(_row(sample, files))
+            rows.append(_row(sample, one, files))
             for file in files:
                 if file.suffix != ".png":  # the grid has images
                     self._sinks.media(file, kind, version)
@@ -90,16 +90,18 @@ class SampleFiles:
         write_atomic(self._run.samples / f"{name}.jsonl", lines)
 
 
-def _row(shown: Shown, files: list[Path]) -> dict[str, Any]:
+def _row(shown: Shown, media: Media, files: list[Path]) -> dict[str, Any]:
     """Return the row of a sample with its reward."""
-    row = sample_row(shown.prompt, files)
+    row = sample_row(shown.prompt, media, files)
     if math.isfinite(shown.score.value):
         row["reward"] = shown.score.value
     return row
 
 
-def sample_row(prompt: Prompt, files: list[Path]) -> dict[str, Any]:
-    """Return a sample's row of the table: the fields of its prompt, and its files, which are in the table's folder."""
+def sample_row(prompt: Prompt, media: Media, files: list[Path]) -> dict[str, Any]:
+    """Return a sample's row of the table: the fields of its prompt, its text, and its files.
+
+    The files are in the table's folder."""
     row: dict[str, Any] = {"prompt": prompt.text}
     if prompt.target is not None:
         row["target"] = prompt.target
@@ -107,4 +109,6 @@ def sample_row(prompt: Prompt, files: list[Path]) -> dict[str, Any]:
         row["metadata"] = prompt.metadata
     if prompt.images and all(image.content is None for image in prompt.images):
         row["images"] = [image.path for image in prompt.images]
+    if media.text is not None:
+        row |= {"text": media.text, "finish": media.finish}
     return row | {_PARTS[file.suffix]: file.name for file in files}

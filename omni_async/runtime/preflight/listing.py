@@ -77,14 +77,13 @@ def _family(name: str) -> tuple[str, ...]:
     if family is None:
         return f"  {name} {_BROKEN}", "", "", "", ""
     media = dict.fromkeys(shape.part for shape in family.sampling().media())
-    engines = [*(["vllm_omni"] if family.vllm_pipeline else []), "diffusers"]
-    latents = family.draws == "latents"
+    engines = ["vllm_omni"] if family.vllm_pipeline else []
     return (
         f"  {family.name}",
         ", ".join(media),
         ", ".join(family.components),
-        ", ".join(engines) if latents else "transformers",
-        _choices(Rollout, "batching") if latents else "token",
+        ", ".join([*engines, "diffusers"]) if family.draws == "latents" else "transformers",
+        _choices(Rollout, "batching"),
     )
 
 

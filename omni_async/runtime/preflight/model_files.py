@@ -5,7 +5,7 @@ Reads small files and the headers of large ones (`weight_files`).
 Imports no torch.
 
 A folder in diffusers layout lists its parts in model_index.json. Each part is a folder with a configuration; models
-also have weights.
+also have weights. A folder in transformers layout has one configuration, all weights and a tokenizer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_async.config import ConfigError
-from omni_async.config.load import INDEX, read_model_index, read_model_json
+from omni_async.config.load import INDEX, checkpoint_class, read_model_index, read_model_json
 from omni_async.plugins.families import PipelineFamily, SamplingSpec
 from omni_async.runtime.preflight.weight_files import check_vocabulary, check_weights, tensor_shapes
 
@@ -34,21 +34,18 @@ def check_checkpoint(folder: Path, family: PipelineFamily, specs: Mapping[str, S
 
     Raises:
         ConfigError: the checkpoint is incomplete; one line, naming the file or the key."""
-    index, listed = folder / INDEX, read_model_index(folder)
-    found = listed.get("_class_name")
-    if found != family.model_index_class:
+    layout, found = checkpoint_class(folder)
+    if (layout, found) != (family.layout, family.model_index_class):
         raise ConfigError(
             f"model.path: {folder} is a {found} checkpoint, but model.pipeline {family.name!r} needs a"
             f" {family.model_index_class}"
         )
-    parts = _parts(listed)
-    if not parts:
-        raise ConfigError(f"model.path: {index} lists no parts")
-    if (needed := family.components[0]) not in parts:
-        raise ConfigError(f"model.path: {index} lists no {needed}")
     try:
-        for name, (library, cls) in parts.items():
-            _check_part(folder, name, library, cls)
+        if layout == "transformers":
+            check_weights(folder, layout)
+            check_vocabulary(folder, "Tokenizer")
+        else:
+            _check_parts(folder, family)
         problems = [(key, problem) for key, spec in specs.items() if (problem := spec.problem(folder))]
     except OSError as error:
         raise ConfigError(f"model.path: {error.filename} cannot be read: {error.strerror}") from None
@@ -58,6 +55,17 @@ def check_checkpoint(folder: Path, family: PipelineFamily, specs: Mapping[str, S
         raise ConfigError(str(error)) from None
     if problems:
         raise ConfigError(".".join(problems[0]))
+
+
+def _check_parts(folder: Path, family: PipelineFamily) -> None:
+    """Check the parts of a checkpoint in diffusers layout."""
+    index, parts = folder / INDEX, _parts(read_model_index(folder))
+    if not parts:
+        raise ConfigError(f"model.path: {index} lists no parts")
+    if (needed := family.components[0]) not in parts:
+        raise ConfigError(f"model.path: {index} lists no {needed}")
+    for name, (library, cls) in parts.items():
+        _check_part(folder, name, library, cls)
 
 
 def check_teacher(folder: Path, model: Path, family: PipelineFamily, specs: Mapping[str, SamplingSpec]) -> None:
@@ -71,6 +79,8 @@ def check_teacher(folder: Path, model: Path, family: PipelineFamily, specs: Mapp
     Raises:
         ConfigError: they differ, or the checkpoint is incomplete; one line, naming the first difference."""
     try:
+        if family.layout != "diffusers":
+            raise ConfigError(f"a {family.name!r} model has no teacher; remove algorithm.teacher")
         check_checkpoint(folder, family, specs)
         for component in family.components:
             if not (model / component).is_dir():
@@ -98,7 +108,7 @@ def check_sequence(degree: int, folder: Path, family: PipelineFamily, specs: Map
         ConfigError: they cannot; one line."""
     if degree == 1:
         return
-    if family.attention_heads is None:
+    if family.attention_heads is None or family.layout != "diffusers":
         raise ConfigError(f"{_DEGREE}: ranks cannot share the tokens of a {family.name!r} sample, got {degree}; use 1")
     for component in family.components:
         if not (file := folder / component / "config.json").is_file():

@@ -10,6 +10,7 @@ omniAsync.samples = (() => {
     const reward = frame.reward === null ? "" : ` · ${Math.abs(frame.reward) < 10 ? frame.reward.toFixed(2) : numbers.format(frame.reward)}`;
     const alt = `${prompt}, ${age}`;
     const label = element("span", { className: "age" }, `${frame.version === 0 ? "before" : `at ${frame.version}`}${reward}`);
+    if (frame.medium === "text") return element("div", {}, element("p", { className: "text" }, frame.text || "(no text)"), label);
     if (!frame.src) return element("div", {}, element("p", { className: "none" }, `no medium of ${age}`));
     if (frame.medium === "image") return element("div", {}, element("img", { src: frame.src, alt }), label);
     const playing = { src: frame.src, controls: true, loop: true, "aria-label": alt };

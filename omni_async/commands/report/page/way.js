@@ -32,7 +32,8 @@ omniAsync.way = (() => {
 
   function media(spans, found) {
     const bytes = spans.reduce((sum, span) => sum + (span.args.media_bytes ?? 0), 0);
-    const pictures = found.media.map((one) => element("img", { src: one.src, alt: `a sample of update ${found.entry?.trained_version}`, loading: "lazy" }));
+    const alt = `a sample of update ${found.entry?.trained_version}`;
+    const pictures = found.media.map((one) => (one.src ? element("img", { src: one.src, alt, loading: "lazy" }) : element("p", {}, one.text || "(no text)")));
     const text = bytes ? `${size(bytes)} of media` : spans.length ? `${plural(spans.length, "sample")} with media` : "none here";
     const more = pictures.length ? line("Samples of its prompt that the update showed:") : null;
     return stage("Media", line(text), more, element("div", { className: "way-media" }, ...pictures));
