@@ -36,7 +36,7 @@ class Media:
     audio  float32 (channels, n) in [-1, 1], `sample_rate` samples a second
 
     `text` is a str without a layout; `finish` says how it ended: `stop`, or `length` at the largest number of
-    tokens."""
+    tokens. `tokens` is its number of tokens, the end token included; None if unknown."""
 
     image: Any = None
     video: Any = None
@@ -45,6 +45,7 @@ class Media:
     sample_rate: int | None = None
     text: str | None = None
     finish: Literal["stop", "length"] | None = None
+    tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -57,6 +58,8 @@ class Media:
             raise ValueError(f"audio goes with sample_rate > 0, got sample_rate = {self.sample_rate}")
         if not isinstance(self.text, str | None) or (self.text is None) != (self.finish is None):
             raise ValueError(f"a text is a str with a finish, got {type(self.text).__name__} and {self.finish!r}")
+        if self.tokens is not None and (self.text is None or self.tokens < 0):
+            raise ValueError(f"tokens are a text's, at least 0, got {self.tokens}")
 
     @property
     def parts(self) -> tuple[str, ...]:

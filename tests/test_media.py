@@ -42,6 +42,10 @@ class Spec(SamplingSpec, frozen=True):
         ({"image": IMAGE, "fps": 8}, "a video goes with fps"),
         ({"audio": AUDIO.double(), "sample_rate": 8000}, r"audio: expected float32 \(channels, n\), got float64"),
         ({"audio": AUDIO}, "audio goes with sample_rate > 0"),
+        ({"text": "a"}, "a text is a str with a finish, got str and None"),
+        ({"text": b"a", "finish": "stop"}, "a text is a str with a finish, got bytes"),
+        ({"text": "a", "finish": "stop", "tokens": -1}, "tokens are a text's, at least 0, got -1"),
+        ({"image": IMAGE, "tokens": 1}, "tokens are a text's, at least 0, got 1"),
     ],
 )
 def test_wrong_layouts(parts: dict, error: str) -> None:

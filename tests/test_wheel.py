@@ -83,7 +83,7 @@ def test_a_wheel_alone_trains_the_quickstart(site, tmp_path):
 def test_extras_are_declared():
     declared = PROJECT["optional-dependencies"]
     names = {extra: {re.match(r"[\w-]+", one)[0] for one in packages} for extra, packages in declared.items()}
-    packages = {module: {"cv2": "opencv-python"}.get(module, module) for module in EXTRAS}
+    packages = {module: {"cv2": "opencv-python", "math_verify": "math-verify"}.get(module, module) for module in EXTRAS}
     assert all(package in names[EXTRAS[module]] for module, package in packages.items())
     base = {re.match(r"[\w-]+", one)[0].lower() for one in PROJECT["dependencies"]}
     assert not base & {*packages.values()}

@@ -13,6 +13,7 @@ EXTRAS = {
     "matplotlib": "plots",
     "wandb": "sinks",
     "tensorboard": "sinks",
+    "math_verify": "math",
 }
 
 

@@ -86,14 +86,14 @@ def _sources(kind: type) -> list[bytes]:
 
 
 def digest_of(media: Media) -> bytes:
-    """Return the digest of the media's parts: shapes, rates and every byte; of a text also how it ended."""
+    """Return the digest of the media's parts: shapes, rates and every byte; of a text also its length and end."""
     found = xxhash.xxh3_128()
     for part in media.arrays:
         array = np.ascontiguousarray(getattr(media, part))
         found.update(f"{part} {array.dtype} {array.shape} {media.fps} {media.sample_rate};".encode())
         found.update(array.data)
     if media.text is not None:
-        found.update(f"text {media.finish};".encode() + media.text.encode("utf-8", "surrogatepass"))
+        found.update(f"text {media.finish} {media.tokens};".encode() + media.text.encode("utf-8", "surrogatepass"))
     return found.digest()
 
 

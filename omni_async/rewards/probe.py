@@ -49,7 +49,7 @@ def _synthetic(shapes: Sequence[MediaShape], flipped: bool) -> Media:
     parts: dict[str, Any] = {}
     for one in shapes:
         if one.part == "text":
-            parts |= {"text": _SENTENCES[flipped], "finish": "stop"}
+            parts |= {"text": _SENTENCES[flipped], "finish": "stop", "tokens": 5}
             continue
         if one.part == "audio":
             channels, n = one.shape

@@ -59,6 +59,11 @@ _BUILT_IN = {
         ("object_checks", "ObjectChecksScorer"),
         ("jpeg_size", "JpegSizeScorer"),
         ("motion_smoothness", "MotionSmoothnessScorer"),
+        ("exact_match", "ExactMatchScorer"),
+        ("choice", "ChoiceScorer"),
+        ("math_answer", "MathAnswerScorer"),
+        ("pattern", "PatternScorer"),
+        ("overlong", "OverlongScorer"),
         ("http", "HttpScorer"),
         ("vlm_judge", "VlmJudgeScorer"),
     )

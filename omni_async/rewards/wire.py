@@ -56,10 +56,13 @@ class Array(msgspec.Struct, frozen=True):
 
 
 class Written(msgspec.Struct, frozen=True):
-    """A sample that is a text. `finish`: `stop`, or `length` if it ended at the largest number of tokens."""
+    """A sample that is a text. `finish`: `stop`, or `length` if it ended at the largest number of tokens.
+
+    `tokens`: their number, if known."""
 
     text: Text
     finish: Literal["stop", "length"] = "stop"
+    tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
 
 
 class WireMedia(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -181,7 +184,7 @@ def sent_sample(media: Media, prompt: Prompt, key: str | None) -> WireSample:
     media = media.numpy()
     parts: dict[str, Any] = {name: _sent(getattr(media, name), rates[name]) for name in media.arrays}
     if media.text is not None and media.finish is not None:
-        parts["text"] = Written(media.text, media.finish)
+        parts["text"] = Written(media.text, media.finish, media.tokens)
     images = tuple(encoded_bytes(image) for image in prompt.images)
     return WireSample(
         WirePrompt(prompt.text, prompt.index, prompt.target, prompt.metadata, images), WireMedia(**parts), key
@@ -205,6 +208,7 @@ def sample_of(sample: WireSample) -> tuple[Media, Prompt]:
             sample_rate=_whole(found.audio.rate) if found.audio else None,
             text=found.text.text if found.text else None,
             finish=found.text.finish if found.text else None,
+            tokens=found.text.tokens if found.text else None,
         )
     except ValueError as error:
         raise WireError(one_line(str(error), 300)) from None

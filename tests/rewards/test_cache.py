@@ -277,6 +277,8 @@ def test_a_key_is_of_all_that_an_answer_follows_from_and_of_nothing_else():
     media = [Media(image=one) for one in (image, longer, image + 1)]
     media += [Media(video=image[None], fps=fps) for fps in (8, 9)]
     media += [Media(audio=np.zeros((1, 8), np.float32), sample_rate=rate) for rate in (8, 9)]
+    endings = (("a", "stop", 1), ("b", "stop", 1), ("a", "length", 1), ("a", "stop", 2), ("a", "stop", None))
+    media += [Media(text=text, finish=finish, tokens=tokens) for text, finish, tokens in endings]
     digests = [digest_of(one) for one in media]
     assert len({*digests}) == len(digests)
     strided = np.zeros((3, 8, 12), np.uint8)[:, ::2, ::2]

@@ -36,6 +36,8 @@ SHAPES = [
     MediaShape("audio", (1, 100), RATE),
     MediaShape("text", ()),
 ]
+# The parameters that a scorer without a model requires.
+REQUIRED = {"pattern": {"pattern": r"\w"}, "overlong": {"max_tokens": 10, "buffer": 8}}
 PAGES = ROOT / "docs" / "rewards"
 
 
@@ -55,7 +57,7 @@ SOUNDING = [
 ]
 WANTED = [{"class": "cat"}, {"class": "dog"}], [{"class": "bench"}], [{"class": "dog"}]
 PROMPTS = [
-    Prompt(i, text, "7", {"include": [*wanted]})
+    Prompt(i, text, "7", {"include": [*wanted], "options": [5, 7, 9]})
     for i, (text, wanted) in enumerate(zip(("a red circle", "the digit 7", "a red digit"), WANTED, strict=True))
 ]
 
@@ -66,6 +68,8 @@ def frames_of(name):
 
 def media_of(name):
     accepts, frames = registry.media_of(name), frames_of(name)
+    if accepts == {"text"}:
+        return [Media(text=text, finish="stop", tokens=n) for text, n in (("7", 1), ("B or C", 4), ("5", 9))]
     if "image" in accepts:
         moving = "video" in accepts and name != "http"
         return [as_media(frames[0]), film(frames) if moving else as_media(frames[3]), as_media(frames[2])]
@@ -76,10 +80,11 @@ def media_of(name):
 
 @contextlib.asynccontextmanager
 async def built(name, tiny, tmp_path, **params):
+    params = REQUIRED.get(name, {}) | params
     async with contextlib.AsyncExitStack() as stack:
         if name in MODELS:
             params = tiny(name).params | params
-        elif name == "http":
+        elif name == "http" and "urls" not in params:
             params["urls"] = [stack.enter_context(served(write_scorers(tmp_path, {"name": "jpeg_size"})))]
         elif name == "vlm_judge":
             judge = judging(lambda body, n: completion(str(1 + len(json.dumps(body)) % 10)))
@@ -116,6 +121,16 @@ async def test_a_batch_has_the_scores_of_its_samples_in_order(name, tiny, tmp_pa
     assert differ(alone), "their order shows"
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if registry.media_of(name) == {"text"}])
+@pytest.mark.parametrize("form", ["msgpack", "json"])
+async def test_a_server_scores_texts_as_the_scorer_does(name, form, tiny, tmp_path):
+    async with built(name, tiny, tmp_path) as scorer:
+        own = await answers(scorer, media_of(name), PROMPTS)
+    with served(write_scorers(tmp_path, {"name": name, "params": REQUIRED.get(name, {})})) as url:
+        async with built("http", tiny, tmp_path, urls=[url], form=form) as client:
+            assert await answers(client, media_of(name), PROMPTS) == own
+
+
 @pytest.mark.parametrize("name", ["ocr", "clip_score", "pick_score", "hps_v2", "aesthetic", "image_reward", "hps_v3"])
 def test_a_video_scores_the_mean_over_evenly_spaced_frames(name, tiny):
     params, frames = tiny(name).params if name in MODELS else {}, frames_of(name)
@@ -136,7 +151,7 @@ def test_an_accelerator_scores_as_the_cpu_does(name, tiny):
 @pytest.mark.parametrize("name", NAMES)
 def test_media_that_it_does_not_accept_are_refused_before_the_run(name, tiny):
     params = tiny(name).params if name in MODELS else {"urls": ["http://a"]} if name in ELSEWHERE else {}
-    given = config(name, **params, **{"model": "m"} if name == "vlm_judge" else {})
+    given = config(name, **params, **REQUIRED.get(name, {}), **{"model": "m"} if name == "vlm_judge" else {})
     registry.check(given, SHAPES)
     registry.check_files(given)
     required = {*registry._load(name).requires}
@@ -186,7 +201,7 @@ async def test_another_checkpoint_at_the_same_path_is_another_scorer_in_the_cach
 
     async def identity():
         async with built(name, tiny, tmp_path, **params) as scorer:
-            return identity_of(config(name, **params), getattr(scorer, "_scorer", scorer))
+            return identity_of(config(name, **REQUIRED.get(name, {}), **params), getattr(scorer, "_scorer", scorer))
 
     found = [await identity()]
     assert await identity() == found[0]

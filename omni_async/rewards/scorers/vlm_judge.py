@@ -1,8 +1,8 @@
 """Scores every sample with a vision-language model, through any endpoint of OpenAI's chat completions.
 
-An image is sent unchanged, a video as frames spaced evenly between its first and its last. The questions and the
-reading of answers are in `omni_async.rewards.scorers.judging`. Servers, retries and waiting are in
-`omni_async.rewards.scorers.model_servers`.
+An image is sent unchanged, a video as frames spaced evenly between its first and its last. A text is quoted in the
+question, after the prompt's images. The questions and the reading of answers are in
+`omni_async.rewards.scorers.judging`. Servers, retries and waiting are in `omni_async.rewards.scorers.model_servers`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from omni_async.data.image_files import read_prompt_image
 from omni_async.media import Media, evenly
 from omni_async.rewards.base import Addresses, ScoreError, Scorer, describe
 from omni_async.rewards.scorers.judging import (
+    ANSWER_PROMPTS,
     PROMPTS,
     Mode,
     Reply,
@@ -60,7 +61,7 @@ class VlmJudgeScorer(Scorer):
     Parts: `prompt_tokens` and `completion_tokens`, the tokens that the judge read and wrote."""
 
     name = "vlm_judge"
-    accepts = ("image", "video")
+    accepts = ("image", "video", "text")
     cost = "elsewhere"
 
     def __init__(
@@ -91,7 +92,10 @@ class VlmJudgeScorer(Scorer):
         backoff_max_s: Seconds = 10.0,
         connections: Connections = 256,
     ) -> None:
-        self._question = _template(mode, prompt, lowest, highest)
+        self._question = _template(PROMPTS[mode] if prompt is None else prompt, lowest, highest)
+        # The question about a text, None if the mode has none.
+        own = ANSWER_PROMPTS.get(mode) if prompt is None else prompt
+        self._about_text = _template(own, lowest, highest) if own is not None and mode in ANSWER_PROMPTS else None
         self._system = system
         self._model = model
         self._names = {model} if answers_as is None else {model, answers_as}
@@ -122,7 +126,8 @@ class VlmJudgeScorer(Scorer):
     def check_prompt(prompt: Prompt, params: dict[str, Any]) -> str | None:
         """Require the fields of the judge's own prompt, a text to read, or an image to compare with."""
         mode = params["mode"]
-        missing = _template(mode, params["prompt"], params["lowest"], params["highest"]).missing(prompt)
+        question = PROMPTS[mode] if params["prompt"] is None else params["prompt"]
+        missing = _template(question, params["lowest"], params["highest"]).missing(prompt)
         if missing is not None:
             return f"the prompt has no {missing}"
         if mode == "pairwise" and not prompt.images:
@@ -136,11 +141,12 @@ class VlmJudgeScorer(Scorer):
         return await all_of(map(self._score, range(len(media)), media, prompts))
 
     async def _score(self, position: int, media: Media, prompt: Prompt) -> Score:
-        shown = await in_daemon_thread(self._encoded, media)
         try:
+            question = self._asked(media, prompt)
+            shown = await in_daemon_thread(self._shown, media, prompt)
             if self._mode == "pairwise":
-                return await self._compared(shown, prompt)
-            reply = await self._ask(shown, prompt)
+                return await self._compared(shown, prompt, question)
+            reply = await self._ask(shown, question)
             return _scored(self._value(reply, prompt), reply)
         except ScoreError as error:
             raise type(error)(f"{describe(position, prompt)}: {error}") from None
@@ -152,16 +158,24 @@ class VlmJudgeScorer(Scorer):
             return reading(reply, prompt)
         return preference(reply, "yes", "no", self._from_text, self._least_mass)
 
-    async def _compared(self, sample: list[str], prompt: Prompt) -> Score:
+    def _asked(self, media: Media, prompt: Prompt) -> str:
+        """Return the question about a sample. ScoreError if the mode or the judge's prompt is of other media."""
+        if media.text is None:
+            return self._question.filled(prompt)
+        if self._about_text is None:
+            raise ScoreError(f"mode {self._mode} judges images, the sample is a text")
+        return self._about_text.filled(prompt, media.text)
+
+    async def _compared(self, sample: list[str], prompt: Prompt, question: str) -> Score:
         """Ask for the better of the sample and the prompt's image, in both orders, because judges prefer a position."""
         other = await in_daemon_thread(self._encoded, read_prompt_image(prompt.images[0]))
-        replies = await all_of((self._ask(sample + other, prompt), self._ask(other + sample, prompt)))
+        replies = await all_of((self._ask(sample + other, question), self._ask(other + sample, question)))
         first, second = (preference(reply, "a", "b", self._from_text, self._least_mass) for reply in replies)
         return _scored((first + 1 - second) / 2, *replies)
 
-    async def _ask(self, images: list[str], prompt: Prompt) -> Reply:
+    async def _ask(self, images: list[str], asked: str) -> Reply:
         content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": image}} for image in images]
-        content.append({"type": "text", "text": self._question.filled(prompt)})
+        content.append({"type": "text", "text": asked})
         messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system})
@@ -190,6 +204,12 @@ class VlmJudgeScorer(Scorer):
             " if it is the same model, set params.answers_as"
         )
 
+    def _shown(self, media: Media, prompt: Prompt) -> list[str]:
+        """Return the data URLs of the sample's pictures; of the prompt's images if the sample is a text."""
+        if media.text is None:
+            return self._encoded(media)
+        return [url for image in prompt.images for url in self._encoded(read_prompt_image(image))]
+
     def _encoded(self, media: Media) -> list[str]:
         """Return the data URLs of the image, or of frames of the video."""
         pixels = [media.pixels] if media.image is not None else [*evenly(media.frames, self._frames)]
@@ -208,10 +228,10 @@ class VlmJudgeScorer(Scorer):
         await self._servers.close()
 
 
-def _template(mode: Mode, prompt: str | None, lowest: float, highest: float) -> Template:
+def _template(question: str, lowest: float, highest: float) -> Template:
     if not lowest < highest:
         raise ValueError(f"highest: expected more than lowest = {lowest:g}, got {highest:g}")
-    return Template(PROMPTS[mode] if prompt is None else prompt, lowest=f"{lowest:g}", highest=f"{highest:g}")
+    return Template(question, lowest=f"{lowest:g}", highest=f"{highest:g}")
 
 
 def _scored(value: float, *replies: Reply) -> Score:
