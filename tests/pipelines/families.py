@@ -1,4 +1,4 @@
-"""Every family that draws latents, with what is compared of it (`omni_async.commands.parity`), and requests for its samples."""
+"""Every family that draws latents, with its cases (`omni_async.commands.parity`), and requests for its samples."""
 
 from dataclasses import dataclass
 from pathlib import Path
