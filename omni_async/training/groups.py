@@ -33,7 +33,8 @@ class GroupBatch:
 
     trajectories: `omni_async.rollout.base.Trajectory.tensors` on the CPU. For transition objectives latents (W + 1,
         *shape), log_probs (W,) float64, optional means (W, *shape), sigmas (N + 1,), steps (W,) and conditioning; for
-        forward-process objectives final (*shape), sigmas and conditioning. A sample of several calls
+        forward-process objectives final (*shape), sigmas and conditioning; for token objectives prompt (P,) and tokens
+        (T,) int32, and log_probs (T,) float32. A sample of several calls
         (`omni_async.rollout.calls`) has a TensorDict of these per call, and trains the steps of all calls in turn.
     size: the number of samples in the whole group, on all ranks together.
     proximal_ratio: use the ratio to the proximal policy, regardless of algorithm.correction.
@@ -57,11 +58,11 @@ class GroupBatch:
 
     def __post_init__(self) -> None:
         lengths = {len(self.trajectories), len(self.advantages), len(self.seeds), len(self.staleness)}
-        if self.weights is not None:
-            lengths.add(len(self.weights))
+        lengths |= {len(given) for given in (self.weights, self.prompts) if given is not None}
         if lengths != {len(self.trajectories)} or not self.trajectories:
             raise ValueError(
-                f"a group needs one advantage, seed, staleness and weight per trajectory, got {sorted(lengths)} of them"
+                "a group needs one advantage, seed, staleness, weight and prompt per trajectory, got"
+                f" {sorted(lengths)} of them"
             )
 
     @property

@@ -69,10 +69,20 @@ class ToyLayer(nn.Module):
         return x + self.mlp(x), k, v
 
 
+class ToyTower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(PIXELS, WIDTH)  # a layer of the same name as in the thinker's own layers
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        found: Tensor = self.out(pixels.to(self.out.weight.dtype))
+        return found.tanh()
+
+
 class ToyThinker(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tower = nn.Sequential(nn.Linear(PIXELS, WIDTH), nn.Tanh())
+        self.tower = ToyTower()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(ToyLayer() for _ in range(2))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
@@ -80,8 +90,8 @@ class ToyThinker(nn.Module):
     def embedded(self, ids: Tensor, positions: Tensor, media: Mapping[str, Tensor]) -> Tensor:
         x = self.embed(ids)
         if "pixel_values" in media:
-            images = self.tower(media["pixel_values"].to(self.tower[0].weight.dtype))
-            x = x.masked_scatter((ids == IMAGE)[..., None], images.to(x.dtype))
+            images = self.tower(media["pixel_values"]).to(x.dtype)
+            x = x.masked_scatter((ids == IMAGE)[..., None], images)
         angles = positions[..., None] * torch.logspace(0, -2, WIDTH // 2, dtype=torch.float64, device=ids.device)
         return x + torch.cat([angles.sin(), angles.cos()], dim=-1).to(x.dtype)
 
