@@ -25,7 +25,7 @@ INSTALLED := $(VENV)/.installed-$(EXTRA)
 OTHERS = $(filter-out $(INSTALLED),$(wildcard $(VENV)/.installed-*))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-FAMILIES = $$($(BIN)/python -c 'from omni_async.plugins.families import family_names; print(*family_names())')
+FAMILIES = $$($(BIN)/python -c 'from omni_async.plugins.families import family_names, find_family; print(*(name for name in family_names() if find_family(name).parity))')
 
 .PHONY: help conformance install torch-cpu quickstart test test-all test-fast test-gpu resolve lint format docs site clean
 

@@ -51,8 +51,7 @@ class Forgetful(ConditioningCache):
     """A cache that keeps nothing."""
 
     def of(self, request: SampleRequest) -> Any:
-        self._kept.clear()
-        self._bytes = 0
+        self.kept.clear()
         return super().of(request)
 
 

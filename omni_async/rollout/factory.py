@@ -4,6 +4,8 @@ Each engine's module, with its imports, is loaded only if that engine is chosen.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from omni_async.accelerator import require_accelerator
 from omni_async.config.schema import Config
 from omni_async.config.section import bytes_of
@@ -11,6 +13,10 @@ from omni_async.diffusion.policy import load_policy
 from omni_async.performance.profile import Profile
 from omni_async.plugins.families import PipelineFamily
 from omni_async.rollout.base import RolloutEngine
+from omni_async.tokens.policy import load_token_policy
+
+if TYPE_CHECKING:
+    import torch
 
 
 def build_engine(
@@ -33,6 +39,11 @@ def build_engine(
         batch, seed = rollout.max_batch, config.run.seed
         times = ReplayedTimes(engine_name, profile, seed, max_batch=batch, takes_turns=config.placement.colocated)
         return EmulatedEngine(engine_name, times, RandomPayload(profile.payload, seed), max_batch=batch)
+    if (family.draws == "tokens") != (rollout.engine == "transformers"):
+        raise ValueError(
+            f"rollout.engine: model family {family.name!r} draws {family.draws}, and {rollout.engine!r} does not; use"
+            f" {'transformers' if family.draws == 'tokens' else 'diffusers'!r}"
+        )
     match rollout.engine:
         case "emulated":
             from omni_async.rollout.emulated import EmulatedEngine, StepTimes
@@ -46,18 +57,31 @@ def build_engine(
 
             from omni_async.rollout.diffusers_engine import DiffusersEngine
 
-            gpus = config.placement.rollout.gpus
-            device = require_accelerator("placement.rollout.gpus", gpus) if gpus > 0 else "cpu"
             return DiffusersEngine(
                 engine_name,
                 load_policy(family, config.model.path),
                 dtype=getattr(torch, config.model.dtype),
                 max_batch=rollout.max_batch,
                 batching=rollout.batching,
-                device=device,
+                device=_device(config),
                 conditioning_bytes=conditioning_bytes,
                 offload=rollout.offload,
                 share_prefix=rollout.share_prefix,
+            )
+        case "transformers":
+            import torch
+
+            from omni_async.rollout.transformers_engine import TransformersEngine
+
+            return TransformersEngine(
+                engine_name,
+                load_token_policy(family, config.model.path),
+                dtype=getattr(torch, config.model.dtype),
+                max_batch=rollout.max_batch,
+                batching=rollout.batching,
+                kv=config.weights.kv,
+                device=_device(config),
+                conditioning_bytes=conditioning_bytes,
             )
         case "vllm_omni":
             from omni_async.rollout.vllm_omni_engine import VllmOmniEngine
@@ -83,3 +107,8 @@ def build_engine(
                 engine_args=rollout.engine_args,
             )
     raise ValueError(f"rollout.engine: unknown engine {rollout.engine!r}")
+
+
+def _device(config: Config) -> torch.device | str:
+    gpus = config.placement.rollout.gpus
+    return require_accelerator("placement.rollout.gpus", gpus) if gpus > 0 else "cpu"

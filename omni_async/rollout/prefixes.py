@@ -8,12 +8,12 @@ prefix that is missing is computed again.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from omni_async.rollout.recent import Recent
 from omni_async.rollout.stepping import InFlight
 
 # Latents of the newest groups suffice, because engines begin samples group by group. A sample of 1024 x 1024 pixels has
@@ -34,16 +34,13 @@ class Prefixes:
 
     def __init__(self, shared: bool, most_bytes: int = MOST_BYTES) -> None:
         self._shared = shared
-        self._most_bytes = most_bytes
-        self._kept: OrderedDict[Hashable, _State] = OrderedDict()
-        self._bytes = 0
+        self._kept: Recent[Hashable, _State] = Recent(most_bytes, lambda state: state.latents.nbytes)
 
     def clear(self) -> None:
         """Forget all states, because the weights change.
 
         A new sample then takes all of its steps with the new weights, as without sharing."""
         self._kept.clear()
-        self._bytes = 0
 
     def join(self, sample: InFlight) -> None:
         """Move a sample that has taken no step to the latest state of its prefix."""
@@ -56,7 +53,6 @@ class Prefixes:
             *(request.num_inference_steps, sample.window_start),
         )
         if (state := self._kept.get(sample.prefix)) is not None:
-            self._kept.move_to_end(sample.prefix)
             sample.follow(*state)
 
     def rows(self, samples: Sequence[InFlight]) -> list[list[int]]:
@@ -77,13 +73,5 @@ class Prefixes:
             for other in others:
                 samples[other].follow(leader.latents, leader.versions)
             if len(set(leader.versions)) == 1:  # otherwise the weights have changed since its first step
-                self._keep(leader)
-
-    def _keep(self, sample: InFlight) -> None:
-        before = self._kept.pop(sample.prefix, None)
-        state = _State(sample.latents.clone(), tuple(sample.versions))  # a view would keep its whole batch alive
-        self._kept[sample.prefix] = state
-        self._bytes += state.latents.nbytes - (before.latents.nbytes if before is not None else 0)
-        while self._bytes > self._most_bytes and len(self._kept) > 1:
-            _, oldest = self._kept.popitem(last=False)
-            self._bytes -= oldest.latents.nbytes
+                # Cloned, because a view would keep its whole batch alive.
+                self._kept.put(leader.prefix, _State(leader.latents.clone(), tuple(leader.versions)))

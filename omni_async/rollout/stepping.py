@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +24,8 @@ from omni_async.media import Media
 from omni_async.plugins.families import SamplingSpec
 from omni_async.rollout.base import Trajectory
 from omni_async.rollout.offload import Offloaded
-from omni_async.types import SampleRequest, VersionSpans
+from omni_async.rollout.recent import Recent
+from omni_async.types import Prompt, SampleRequest, VersionSpans
 
 
 def check_request(request: SampleRequest) -> None:
@@ -232,9 +232,7 @@ class ConditioningCache:
 
     def __init__(self, codec: Codec, most_bytes: int = 512 * 2**20) -> None:
         self.codec = codec
-        self.most_bytes = most_bytes
-        self._kept: OrderedDict[tuple[Any, ...], TensorDict] = OrderedDict()
-        self._bytes = 0
+        self.kept: Recent[tuple[Any, ...], TensorDict] = Recent(most_bytes, TensorDict.bytes)
         self._encoders: Offloaded | None = None
 
     def offload(self, device: torch.device | str) -> None:
@@ -255,18 +253,19 @@ class ConditioningCache:
         Includes the unconditional branch if the request is guided. Shared between callers: not to be written to."""
         prompt, codec, spec = request.prompt, self.codec, request.encoded_for or request.spec
         of_spec = codec.conditioning_key(spec) if isinstance(codec, ReadsLess) else spec
-        key = (prompt.text, prompt.negative_prompt, tuple(image.digest for image in prompt.images), of_spec)
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key], False
+        key = *prompt_key(prompt), of_spec
+        if (found := self.kept.get(key)) is not None:
+            return found, False
         if self._encoders is not None:
             self._encoders.bring()
-        made = self._kept[key] = codec.encode(prompt, spec)
-        self._bytes += made.bytes()
-        while self._bytes > self.most_bytes and len(self._kept) > 1:
-            _, oldest = self._kept.popitem(last=False)
-            self._bytes -= oldest.bytes()
+        made = codec.encode(prompt, spec)
+        self.kept.put(key, made)
         return made, True
+
+
+def prompt_key(prompt: Prompt) -> tuple[Hashable, ...]:
+    """Return what caches of encoded prompts compare: text, negative prompt and the images' digests."""
+    return prompt.text, prompt.negative_prompt, tuple(image.digest for image in prompt.images)
 
 
 def flat_media(seed: int, spec: SamplingSpec) -> Media:

@@ -275,7 +275,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
         Returns the kernels that the denoisers use as well as the version."""
         pipeline = self.model_runner.pipeline
-        pipeline.conditioning.most_bytes = conditioning_bytes
+        pipeline.conditioning.kept.most_bytes = conditioning_bytes
         pipeline.prefixes = Prefixes(share_prefix)
         if offload:
             pipeline.conditioning.offload(pipeline.model_device)

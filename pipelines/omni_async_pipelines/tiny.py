@@ -77,15 +77,16 @@ def clip_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=_CLIP_TOKENS)
 
 
-def qwen2_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
+def qwen2_tokenizer(texts: Iterable[str], vocab_size: int, **named: str) -> Qwen2Tokenizer:
     """Train a byte-level BPE tokenizer of Qwen's, which has at most `vocab_size` tokens.
 
-    In the training texts its special tokens only separate words."""
+    In the training texts its special tokens only separate words. `named`: further special tokens by the tokenizer's
+    attribute, such as `image_token`."""
     plain = list(texts)
-    for special in _QWEN_SPECIAL_TOKENS:
+    for special in (*_QWEN_SPECIAL_TOKENS, *named.values()):
         plain = [text.replace(special, "\n") for text in plain]
     split = pre_tokenizers.Split(Regex(_QWEN_SPLIT), behavior="isolated")
-    vocab, merges = train_bpe(plain, vocab_size - len(_QWEN_SPECIAL_TOKENS), split)
+    vocab, merges = train_bpe(plain, vocab_size - len(_QWEN_SPECIAL_TOKENS) - len(named), split)
     return Qwen2Tokenizer(
         vocab=vocab,
         merges=merges,
@@ -94,6 +95,7 @@ def qwen2_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
         pad_token=QWEN_PADDING,
         extra_special_tokens=list(_QWEN_SPECIAL_TOKENS[1:]),
         model_max_length=4096,
+        **named,
     )
 
 
@@ -192,7 +194,7 @@ def main(build: Callable[..., Path], model: str, **flags: str) -> None:
         build: builds the checkpoint, given a folder, a seed and the flags.
         model: its name in the help.
         flags: further switches, each with its help."""
-    parser = argparse.ArgumentParser(description=f"Write a tiny random {model} checkpoint (diffusers layout).")
+    parser = argparse.ArgumentParser(description=f"Write a tiny random {model} checkpoint.")
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
     for flag, what in flags.items():

@@ -1,4 +1,4 @@
-"""Every family with what is compared of it (`omni_async.commands.parity`), and requests for its samples."""
+"""Every family that draws latents, with its cases (`omni_async.commands.parity`), and requests for its samples."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,8 @@ from omni_async.plugins.entry_points import load_named
 from omni_async.plugins.families import SamplingSpec, family_names, find_family
 from omni_async.types import SampleRequest
 
-NAMES = [name for name in family_names() if find_family(name).policy.startswith("omni_async_pipelines.")]
+_OURS = [find_family(name) for name in family_names() if find_family(name).policy.startswith("omni_async_pipelines.")]
+NAMES = [family.name for family in _OURS if family.draws == "latents"]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ from omni_async.plugins.families import find_family
 from omni_async.rollout.emulated import EmulatedEngine, ReplayedTimes
 from omni_async.rollout.factory import build_engine
 from tests.rollout.conftest import make_request
+from tests.rollout.token_answers import make_request as token_request
 from tests.support.configs import build
+from tests.support.token_world import FAMILY, token_config, toy_prompt
 
 
 def config(engine: str, path: str, **rollout: Any) -> Config:
@@ -36,6 +38,20 @@ def test_engines_batch_and_offload_as_configured(engine, on, checkpoint):
     rollout = {"batching": "step" if on else "request", "offload": on}
     built: Any = build_engine(config(engine, checkpoint, **rollout), "e0", find_family("qwen_image"))
     assert (built._stepwise, built._offload) == (on, on)
+
+
+async def test_token_families_run_on_transformers():
+    config = token_config(weights__kv="recompute", rollout__batching="request", rollout__conditioning_cache="1MiB")
+    engine: Any = build_engine(config, "e0", FAMILY)
+    assert (engine._recompute, engine._stepwise, engine._prompts.most_bytes) == (True, False, 2**20)
+    await engine.start()
+    made = await engine.generate(token_request(toy_prompt(0), config.rollout.sampling))
+    await engine.close()
+    assert made.media.parts == ("text",)
+    with pytest.raises(ValueError, match="'toy_tokens' draws tokens, and 'emulated' does not; use 'transformers'"):
+        build_engine(token_config(rollout__engine="emulated"), "e0", FAMILY)
+    with pytest.raises(ValueError, match="'qwen_image' draws latents, and 'transformers' does not; use 'diffusers'"):
+        build_engine(config, "e0", find_family("qwen_image"))
 
 
 def test_profiles_are_replayed_and_families_without_a_vllm_pipeline_refused(checkpoint):

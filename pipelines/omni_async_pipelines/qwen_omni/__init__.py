@@ -1,0 +1,17 @@
+"""Supports Qwen2.5-Omni: its thinker answers prompts of text and images with text.
+
+Importing this package imports no torch."""
+
+from omni_async.plugins.families import PipelineFamily
+from omni_async_pipelines.qwen_omni.sampling import QwenOmniSampling
+
+FAMILY = PipelineFamily(
+    name="qwen_omni",
+    policy="omni_async_pipelines.qwen_omni.policy:QwenOmniPolicy",
+    sampling=QwenOmniSampling,
+    model_index_class="Qwen2_5OmniForConditionalGeneration",
+    components=("thinker",),
+    prompt_images=16,
+    draws="tokens",
+    layout="transformers",
+)

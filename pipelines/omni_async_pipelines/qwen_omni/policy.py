@@ -1,0 +1,174 @@
+"""Prepares prompts for Qwen2.5-Omni's thinker, and computes tokens and their log-probs with it.
+
+transformers, which takes seconds to import, is imported when a model or a processor is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from omni_async.data.image_files import read_prompt_image
+from omni_async.tokens.policy import Packed, Prepared
+from omni_async.types import Prompt
+from omni_async_pipelines.qwen_omni.sampling import QwenOmniSampling, context_of, media_token_in
+from omni_async_pipelines.sampling import read_config
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
+
+    from omni_async_pipelines.qwen_omni.thinker import Thinker
+
+
+@dataclass(frozen=True)
+class KeysAndValues:
+    """See `omni_async.tokens.policy.Cache`."""
+
+    held: DynamicCache
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.held.batch_select_indices(torch.tensor(rows, dtype=torch.long))
+
+
+class QwenOmniPolicy:
+    """The `omni_async.tokens.policy.TokenPolicy` of Qwen2.5-Omni.
+
+    Prompts have text and images. An answer ends with the chat's end token."""
+
+    components: tuple[str, ...] = ("thinker",)
+    frozen: tuple[str, ...] = ("thinker.visual", "thinker.audio_tower")
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        config = read_config(path, "")
+        self._context = context_of(config)
+        self._merge = config["thinker_config"].get("vision_config", {}).get("spatial_merge_size", 2)
+
+    @cached_property
+    def processor(self) -> Any:
+        """Transformers' processor of the checkpoint, loaded at the first use."""
+        from transformers import Qwen2_5OmniProcessor
+
+        return Qwen2_5OmniProcessor.from_pretrained(self.path, local_files_only=True)
+
+    @cached_property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        return (self.processor.tokenizer.eos_token_id,)
+
+    def load_components(self, dtype: torch.dtype) -> dict[str, nn.Module]:
+        """See `TokenPolicy`. Raises ValueError if the checkpoint lacks a weight."""
+        from transformers.utils.logging import disable_progress_bar
+
+        from omni_async_pipelines.qwen_omni.thinker import Thinker
+
+        disable_progress_bar()  # a run logs one line per update
+        options: Any = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+        thinker, report = Thinker.from_pretrained(self.path, dtype=dtype, **options)
+        if missing := sorted(report["missing_keys"]):
+            raise ValueError(f"model.path: {self.path} lacks thinker.{missing[0]}, which {Thinker.__name__} needs")
+        for prefix in self.frozen:
+            thinker.get_submodule(prefix.removeprefix("thinker.")).requires_grad_(False)
+        return {"thinker": thinker.eval()}
+
+    def layers(self, component: nn.Module) -> Sequence[nn.Module]:
+        return list(cast("Thinker", component).model.layers)
+
+    def prepare(self, prompt: Prompt, spec: QwenOmniSampling) -> Prepared:
+        from PIL import Image
+
+        text = self._chat(prompt, spec)
+        images = [Image.fromarray(read_prompt_image(image).pixels) for image in prompt.images]
+        found = self.processor(text=[text], images=images or None, return_tensors="pt")
+        ids = found["input_ids"][0]
+        if len(ids) + spec.max_tokens > self._context:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens and its answer up to {spec.max_tokens}, and the model's context has"
+                f" {self._context}; shorten the prompt, or lower rollout.sampling.max_tokens"
+            )
+        media = {name: found[name] for name in ("pixel_values", "image_grid_thw") if name in found}
+        token = self.processor.tokenizer.convert_tokens_to_ids(self.processor.image_token)
+        grids = found["image_grid_thw"].tolist() if media else []
+        positions, next_position = rotary_positions(ids.tolist(), token, grids, self._merge)
+        return Prepared(ids, positions, next_position, media)
+
+    def _chat(self, prompt: Prompt, spec: QwenOmniSampling) -> str:
+        """Return prompt and system message in the checkpoint's chat template, up to the beginning of the answer."""
+        for text in (prompt.text, spec.system or ""):
+            if (problem := media_token_in(text)) is not None:
+                raise ValueError(problem)
+        content = [*({"type": "image"} for _ in prompt.images), {"type": "text", "text": prompt.text}]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+        if spec.system is not None:
+            messages.insert(0, {"role": "system", "content": [{"type": "text", "text": spec.system}]})
+        chat: str = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return chat
+
+    def log_probs(self, components: Mapping[str, nn.Module], packed: Packed, temperature: float) -> Tensor:
+        found: Tensor = components["thinker"](packed, temperature)
+        return found
+
+    @torch.no_grad()
+    def prefill(
+        self, components: Mapping[str, nn.Module], prompts: Sequence[Prepared], answers: Tensor
+    ) -> tuple[Tensor, KeysAndValues]:
+        from transformers import DynamicCache
+
+        thinker = cast("Thinker", components["thinker"])
+        device = thinker.lm_head.weight.device
+        ids = torch.cat([torch.stack([one.ids for one in prompts]), answers.cpu()], dim=1).to(device)
+        after = torch.arange(answers.shape[1])
+        positions = [torch.cat([one.positions, (one.next_position + after).expand(3, -1)], dim=1) for one in prompts]
+        seeing = [one.media for one in prompts if one.media]
+        media = {name: torch.cat([one[name] for one in seeing]).to(device) for name in (seeing[0] if seeing else ())}
+        cache = DynamicCache(config=thinker.config.text_config)
+        given = (torch.arange(ids.shape[1], device=device) < len(prompts[0].ids)).expand_as(ids)
+        embeds = thinker.embed(ids, media, given)
+        return thinker.next_logits(embeds, torch.stack(positions, dim=1).to(device), cache), KeysAndValues(cache)
+
+    @torch.no_grad()
+    def decode(
+        self, components: Mapping[str, nn.Module], cache: KeysAndValues, tokens: Tensor, positions: Tensor
+    ) -> Tensor:
+        thinker = cast("Thinker", components["thinker"])
+        embeds = thinker.get_input_embeddings()(tokens[:, None])
+        return thinker.next_logits(embeds, positions[:, None].expand(3, -1, -1), cache.held)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        text: str = self.processor.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+
+def rotary_positions(
+    ids: Sequence[int], image_token: int, grids: Sequence[Sequence[int]], merge: int
+) -> tuple[Tensor, int]:
+    """Place a prompt's tokens in time, rows and columns (M-RoPE), as transformers' `get_rope_index` does.
+
+    Text advances in all three. An image's tokens share the time of its first one, and differ in rows and columns.
+
+    Args:
+        ids: the P tokens, an image's placeholders expanded.
+        image_token: the placeholder.
+        grids: frames (1), rows and columns of the patches of each image.
+        merge: how many patches become one token, in a row and in a column.
+
+    Returns:
+        The positions (3, P) int64, and the position of the first token after the prompt."""
+    parts: list[Tensor] = []
+    place = position = 0
+    for _, rows, columns in grids:
+        start = ids.index(image_token, place)
+        parts.append((position + torch.arange(start - place)).expand(3, -1))
+        position += start - place
+        rows, columns = rows // merge, columns // merge
+        row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        parts.append(position + torch.stack([torch.zeros_like(row), row, column]).flatten(1))
+        position += max(rows, columns)
+        place = start + rows * columns
+    parts.append((position + torch.arange(len(ids) - place)).expand(3, -1))
+    return torch.cat(parts, dim=1), position + len(ids) - place

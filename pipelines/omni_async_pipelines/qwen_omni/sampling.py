@@ -1,0 +1,68 @@
+"""Defines the keys of `rollout.sampling` for Qwen2.5-Omni."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from omni_async.config.section import doc
+from omni_async.plugins.families import MediaShape, SamplingSpec
+from omni_async_pipelines.sampling import read_config
+
+# Tokens that stand for media; the model would look for more media where a text holds one.
+MEDIA_TOKENS = ("<|IMAGE|>", "<|AUDIO|>", "<|VIDEO|>")
+_MOST_ELONGATED = 200  # the processor's largest ratio of the longer to the shorter side
+_PUBLISHED_CONTEXT = 32_768  # the default of transformers, which a config.json may leave out
+
+
+class QwenOmniSampling(SamplingSpec, frozen=True, kw_only=True):
+    max_tokens: Annotated[
+        int, doc("The largest number of tokens of an answer, its end token included.", ge=1, most=1_000_000)
+    ] = 1024
+    temperature: Annotated[
+        float,
+        doc(
+            "Divides the logits, for engines and trainer. Answers are drawn from all tokens: there is no `top_p` and no"
+            " `top_k`, whose log-probabilities would belong to another distribution than the trainer's.",
+            gt=0,
+            most=100,
+        ),
+    ] = 1.0
+    system: Annotated[str | None, doc("The system message; null: the chat template's default.")] = None
+
+    @property
+    def most_tokens(self) -> int:
+        return self.max_tokens
+
+    def media(self) -> tuple[MediaShape, ...]:
+        return (MediaShape("text", ()),)
+
+    def problem(self, checkpoint: Path) -> str | None:
+        """Find a `max_tokens` that leaves no place for a prompt."""
+        context = context_of(read_config(checkpoint, ""))
+        if self.max_tokens < context:
+            return None
+        return f"max_tokens: prompt and answer share the model's context of {context} tokens, got {self.max_tokens}"
+
+    def refused(self, text: str, images: tuple[tuple[int, int], ...]) -> str | None:
+        """Find a token of media in the text, and an image that is too narrow."""
+        for width, height in images:
+            if max(width, height) > _MOST_ELONGATED * min(width, height):
+                size = f"{width} x {height} pixels"
+                return f"image: {size} are too narrow: a side may be {_MOST_ELONGATED} times the other at most"
+        return media_token_in(text)
+
+
+def media_token_in(text: str) -> str | None:
+    """Return why the model cannot read a text that holds a token of media; None if it holds none."""
+    for token in MEDIA_TOKENS:
+        if token in text:
+            return f"prompt: it holds {token}, where the model would look for media; remove it"
+    return None
+
+
+def context_of(config: dict[str, Any]) -> int:
+    """Return the most tokens of a sequence, from the content of a checkpoint's config.json."""
+    text = config.get("thinker_config", {}).get("text_config", {})
+    context: int = text.get("max_position_embeddings", _PUBLISHED_CONTEXT)
+    return context

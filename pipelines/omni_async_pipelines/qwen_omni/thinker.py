@@ -1,0 +1,83 @@
+"""Computes with Qwen2.5-Omni's thinker: log-probs of packed rows for the trainer, next tokens for the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from omni_async.tokens.head import log_probs_of
+from torch import Tensor
+from transformers import DynamicCache, Qwen2_5OmniThinkerForConditionalGeneration
+
+from omni_async.tokens.policy import Packed
+
+
+class Thinker(Qwen2_5OmniThinkerForConditionalGeneration):
+    """Transformers' thinker, with a forward pass that ends in log-probs, and names of weights as in the checkpoint."""
+
+    def forward(self, packed: Packed, temperature: float) -> Tensor:  # type: ignore[override]
+        """Return the log-probs (T,) float32 of a row's answer tokens (`omni_async.tokens.policy.TokenPolicy`)."""
+        # Transformers separates the sequences of a row by these four rows of positions, if no mask and no cache is
+        # given. Without positions, images would silently get those of text.
+        positions = torch.cat([packed.places[None], packed.positions])[:, None]
+        given = torch.ones_like(packed.ids, dtype=torch.bool)
+        given[(packed.at + 1).clamp(max=len(given) - 1)] = False  # the answers' tokens
+        embeds = self.embed(packed.ids[None], packed.media, given[None])
+        hidden = self.model(inputs_embeds=embeds, position_ids=positions, use_cache=False).last_hidden_state[0]
+        return log_probs_of(hidden[packed.at], self.lm_head.weight, packed.targets, temperature)
+
+    def next_logits(self, embeds: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+        """Append L tokens to each of a cache's B sequences.
+
+        Args:
+            embeds: (B, L, H).
+            positions: (3, B, L) int64.
+            cache: it is extended.
+
+        Returns:
+            The logits (B, V) float32 of the token after the last one."""
+        output = self.model(inputs_embeds=embeds, position_ids=positions, past_key_values=cache, use_cache=True)
+        logits: Tensor = self.lm_head(output.last_hidden_state[:, -1])
+        return logits.float()
+
+    def embed(self, ids: Tensor, media: Mapping[str, Tensor], given: Tensor) -> Tensor:
+        """Return the embeddings (B, L, H) of tokens, with the images of prompts in their places.
+
+        Args:
+            ids: (B, L) int64.
+            media: the prompts' inputs of the towers.
+            given: (B, L) bool, false for tokens of answers: a model may draw the token that stands for an image."""
+        embeds: Tensor = self.get_input_embeddings()(ids)
+        if "pixel_values" not in media:
+            return embeds
+        images = self._image_features(media["pixel_values"], media["image_grid_thw"]).to(embeds)
+        return embeds.masked_scatter((given & (ids == self.config.image_token_id))[..., None], images)
+
+    def _image_features(self, pixels: Tensor, grids: Tensor) -> Tensor:
+        """Return the features of images, one after the other, from the patches and the grid of each.
+
+        Answers to one prompt repeat its images; the tower computes each image once."""
+        patches = grids.prod(1).tolist()
+        first, places = _distinct(pixels.split(patches))
+        alone = torch.cat([pixels.split(patches)[image] for image in first])
+        features: Tensor = self.get_image_features(alone, grids[first], return_dict=True).pooler_output
+        merged = self.spatial_merge_size**2
+        of_each = features.split([patches[image] // merged for image in first])
+        return torch.cat([of_each[place] for place in places])
+
+
+def _distinct(images: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """Return the numbers of the images that differ from all before, and the place among these of every image."""
+    first: list[int] = []
+    places: list[int] = []
+    for number, image in enumerate(images):
+        same = (place for place in reversed(range(len(first))) if _equal(images[first[place]], image))
+        place = next(same, len(first))
+        if place == len(first):
+            first.append(number)
+        places.append(place)
+    return first, places
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)

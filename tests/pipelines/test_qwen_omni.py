@@ -1,0 +1,229 @@
+"""Tests Qwen2.5-Omni's thinker against transformers' own, with text, images, and both in one row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec import ValidationError, convert
+from omni_async.tokens.packing import Answered, pack
+from omni_async_pipelines.qwen_omni.policy import QwenOmniPolicy
+from omni_async_pipelines.qwen_omni.sampling import QwenOmniSampling
+from omni_async_pipelines.qwen_omni.thinker import Thinker
+from omni_async_pipelines.qwen_omni.tiny import CONTEXT, build
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Qwen2_5OmniThinkerForConditionalGeneration
+
+from omni_async.data.image_files import prompt_image
+from omni_async.types import Prompt, PromptImage
+
+SPEC = QwenOmniSampling(max_tokens=16)
+SIZES = ((84, 56), (56, 140), (28, 28))  # the second has several windows of the tower
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> QwenOmniPolicy:
+    return QwenOmniPolicy(str(build(tmp_path_factory.mktemp("qwen_omni") / "tiny")))
+
+
+@pytest.fixture(scope="module")
+def thinker(policy: QwenOmniPolicy) -> Thinker:
+    thinker = policy.load_components(torch.float32)["thinker"]
+    assert isinstance(thinker, Thinker) and not thinker.training
+    return thinker
+
+
+@pytest.fixture(scope="module")
+def theirs(policy: QwenOmniPolicy) -> Qwen2_5OmniThinkerForConditionalGeneration:
+    return Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(policy.path).eval()
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[PromptImage, ...]:
+    folder = tmp_path_factory.mktemp("images")
+    found = []
+    for number, (width, height) in enumerate(SIZES):
+        Image.effect_noise((width, height), 80 + number).convert("RGB").save(folder / f"{number}.png")
+        found.append(prompt_image(folder / f"{number}.png", f"{number}.png"))
+    return tuple(found)
+
+
+@pytest.fixture(scope="module")
+def prompts(images: tuple[PromptImage, ...]) -> tuple[Prompt, ...]:
+    return (
+        Prompt(0, "a red circle"),
+        Prompt(1, "read the digit", images=images[:1]),
+        Prompt(2, "the digit 7"),
+        Prompt(3, "compare them", images=images[1:]),
+    )
+
+
+def answers(count: int, seed: int = 0) -> list[Tensor]:
+    """Makes answers of 3 to 8 random tokens, none of them special."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(20, 200, (3 + 5 * i // max(1, count - 1),), generator=generator) for i in range(count)]
+
+
+def by_transformers(theirs, policy: QwenOmniPolicy, prompt: Prompt, answer: Tensor, temperature: float) -> Tensor:
+    prepared = policy.prepare(prompt, SPEC)
+    ids = torch.cat([prepared.ids, answer])[None]
+    logits = theirs(input_ids=ids, attention_mask=torch.ones_like(ids), **prepared.media).logits[0]
+    of_answer = (logits[len(prepared.ids) - 1 : -1].float() / temperature).log_softmax(-1)
+    return of_answer.gather(1, answer[:, None])[:, 0]
+
+
+def gradients(model: torch.nn.Module, log_probs: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    log_probs.sum().backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize("chosen", [(0, 2), (1, 3), (0, 1, 2, 3)], ids=["text", "images", "mixed"])
+def test_rows_equal_single_sequences(chosen, policy, thinker, theirs, prompts):
+    """Log-probs and gradients of a row are those of transformers' model for each sequence alone."""
+    own, drawn = [prompts[number] for number in chosen], answers(len(chosen))
+    row = pack([Answered(policy.prepare(prompt, SPEC), answer) for prompt, answer in zip(own, drawn, strict=True)])
+    expected = torch.cat([by_transformers(theirs, policy, *pair, 0.7) for pair in zip(own, drawn, strict=True)])
+    found = policy.log_probs({"thinker": thinker}, row, 0.7)
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().max() <= 1e-6
+    mine, upstream = gradients(thinker, found), gradients(theirs, expected)
+    trained = {name for name in upstream if not name.startswith(("visual.", "audio_tower."))}
+    assert mine.keys() == trained
+    for name, gradient in mine.items():
+        assert (gradient - upstream[name]).abs().max() <= 1e-5 * upstream[name].abs().max(), name
+
+
+def test_an_image_of_several_answers_is_computed_once(policy, thinker, prompts):
+    prepared = [policy.prepare(prompts[number], SPEC) for number in (1, 3, 1)]
+    seen: list[Tensor] = []
+
+    def note(module: torch.nn.Module, args: tuple[Tensor, ...], given: dict[str, Tensor]) -> None:
+        seen.append(given["grid_thw"])
+
+    hook = thinker.visual.register_forward_pre_hook(note, with_kwargs=True)
+    drawn = answers(3)
+    together = thinker(pack([*map(Answered, prepared, drawn)]), 1.0)
+    hook.remove()
+    assert [len(grids) for grids in seen] == [3], "one of the first prompt, two of the second"
+    alone = [thinker(pack([Answered(*pair)]), 1.0) for pair in zip(prepared, drawn, strict=True)]
+    assert (together - torch.cat(alone)).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("seeing", [False, True], ids=["text", "image"])
+def test_decoding_equals_a_full_pass(seeing, policy, thinker, prompts):
+    """Drops and reorders sequences on the way; one answer contains the token that represents an image."""
+    components = {"thinker": thinker}
+    prepared = policy.prepare(prompts[1 if seeing else 0], SPEC)
+    drawn = torch.stack([torch.arange(30, 36), torch.arange(40, 46), torch.arange(50, 56)])
+    drawn[0, 2] = thinker.config.image_token_id
+    expected = [policy.log_probs(components, pack([Answered(prepared, answer)]), 1.0) for answer in drawn]
+
+    def position(number: int, rows: int) -> Tensor:
+        return torch.full((rows,), prepared.next_position + number)
+
+    logits, cache = policy.prefill(components, [prepared] * 3, drawn[:, :2])
+    assert logits.shape == (3, thinker.config.text_config.vocab_size) and logits.dtype == torch.float32
+    found = [logits]
+    found.append(policy.decode(components, cache, drawn[:, 2], position(2, 3)))
+    cache.keep([2, 0])
+    kept = drawn[[2, 0]]
+    found += [policy.decode(components, cache, kept[:, n], position(n, 2)) for n in (3, 4)]
+    cache.keep([1])
+    again, _ = policy.prefill(components, [prepared], drawn[:1, :4])
+    assert (again.log_softmax(-1) - found[2][1:].log_softmax(-1)).abs().max() <= 1e-6
+    for number, step in enumerate(found, 2):
+        rows = (0, 1, 2) if len(step) == 3 else (2, 0)
+        for log_probs, row in zip(step.log_softmax(-1), rows, strict=True):
+            assert (log_probs[drawn[row, number]] - expected[row][number]).abs() <= 1e-6, (number, row)
+
+
+@pytest.mark.parametrize("system", [None, "Answer with digits."])
+def test_prompts_are_prepared_as_transformers_does(system, policy, theirs, prompts):
+    spec = QwenOmniSampling(system=system)
+    for prompt in prompts:
+        content = [{"type": "image", "path": image.path} for image in prompt.images]
+        chat = [{"role": "user", "content": [*content, {"type": "text", "text": prompt.text}]}]
+        if system is not None:
+            chat.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
+        expected = policy.processor.apply_chat_template(
+            chat, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        found = policy.prepare(prompt, spec)
+        assert torch.equal(found.ids, expected["input_ids"][0]) and found.ids.dtype == torch.int64
+        assert found.media.keys() == ({"pixel_values", "image_grid_thw"} if prompt.images else set())
+        assert all(torch.equal(found.media[name], expected[name]) for name in found.media)
+
+        answered = torch.cat([found.ids, torch.tensor([30, 31])])[None]
+        positions, _ = theirs.get_rope_index(
+            answered, found.media.get("image_grid_thw"), None, torch.ones_like(answered)
+        )
+        assert torch.equal(found.positions, positions[:, 0, :-2].long())
+        assert positions[:, 0, -2:].tolist() == [[found.next_position, found.next_position + 1]] * 3
+
+
+def test_towers_are_frozen(policy, thinker):
+    named = {f"thinker.{name}": weight for name, weight in thinker.named_parameters()}
+    frozen = {name for name, weight in named.items() if not weight.requires_grad}
+    of_each = [{name for name in named if name.startswith(f"{prefix}.")} for prefix in policy.frozen]
+    assert frozen == set.union(*of_each) and all(of_each)
+    assert list(policy.layers(thinker)) == list(thinker.model.layers)
+
+
+def test_weights_are_the_checkpoint_s(policy, thinker, tmp_path: Path):
+    """Loads the thinker alone, of a checkpoint with talker and vocoder, in the dtype of the recipe."""
+    stored = load_file(Path(policy.path) / "model.safetensors")
+    assert {f"thinker.{name}" for name, _ in thinker.named_parameters()} == stored.keys()
+    assert all(torch.equal(stored[f"thinker.{name}"], weight) for name, weight in thinker.named_parameters())
+
+    def checkpoint(name: str, weights: dict[str, Tensor]) -> QwenOmniPolicy:
+        (tmp_path / name).mkdir()
+        for file in Path(policy.path).iterdir():
+            (tmp_path / name / file.name).write_bytes(file.read_bytes())
+        save_file(weights, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+        return QwenOmniPolicy(str(tmp_path / name))
+
+    whole = checkpoint("whole", stored | {"talker.model.norm.weight": torch.ones(4)})
+    loaded = whole.load_components(torch.bfloat16)["thinker"]
+    assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
+    assert loaded.state_dict().keys() == thinker.state_dict().keys()
+
+    del stored["thinker.model.norm.weight"]
+    with pytest.raises(ValueError, match=r"cut lacks thinker\.model\.norm\.weight"):
+        checkpoint("cut", stored).load_components(torch.float32)
+
+
+def test_texts_have_no_special_tokens(policy):
+    [end] = policy.stop_tokens
+    tokens = policy.processor.tokenizer("the digit 47")["input_ids"]
+    assert policy.text([*tokens, end]) == "the digit 47"
+    assert policy.text([end]) == ""
+
+
+def test_prompts_that_the_model_cannot_take(policy, prompts):
+    marked = Prompt(0, "an <|IMAGE|> in words")
+    with pytest.raises(ValueError, match=r"it holds <\|IMAGE\|>"):
+        policy.prepare(marked, SPEC)
+    assert "remove it" in str(SPEC.refused(marked.text, ()))
+    assert SPEC.refused("a circle", ((84, 56),)) is None
+    assert "too narrow" in str(SPEC.refused("a circle", ((84, 56), (1, 300))))
+    length = len(policy.prepare(prompts[1], SPEC).ids)
+    policy.prepare(prompts[1], at_most(CONTEXT - length))
+    with pytest.raises(ValueError, match=f"has {length} tokens .* the model's context has {CONTEXT}; shorten"):
+        policy.prepare(prompts[1], at_most(CONTEXT - length + 1))
+
+
+def at_most(number: int) -> QwenOmniSampling:
+    return QwenOmniSampling(max_tokens=number)
+
+
+def test_sampling_keys(policy):
+    assert SPEC.most_tokens == 16 and [(one.part, one.shape) for one in SPEC.media()] == [("text", ())]
+    assert SPEC.problem(Path(policy.path)) is None
+    assert f"context of {CONTEXT} tokens, got {CONTEXT}" in str(at_most(CONTEXT).problem(Path(policy.path)))
+    for wrong in ({"max_tokens": 0}, {"temperature": 0.0}, {"top_p": 0.9}):
+        with pytest.raises(ValidationError):
+            convert(wrong, QwenOmniSampling)
