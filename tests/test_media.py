@@ -99,3 +99,17 @@ async def test_local_store() -> None:
     assert nbytes(torch.zeros(4, dtype=torch.float64)) == 32 and nbytes(value) == 6
     with pytest.raises(AttributeError):
         nbytes(object())
+
+
+def test_a_text_is_a_part_without_an_array() -> None:
+    answer = Media(text="né", finish="length")
+    assert (answer.parts, answer.arrays, answer.nbytes) == (("text",), (), 3)
+    assert answer.numpy().text == answer.copy().text == "né" and answer.numpy().finish == "length"
+    assert pickle.loads(pickle.dumps(answer)).text == "né"
+    spec = Spec((MediaShape("text", ()),))
+    require_media([answer, Media(text="", finish="stop")], spec)
+    with pytest.raises(ValueError, match=r"expected text \(\), got image \(3, 2, 4\)"):
+        require_media([Media(image=IMAGE)], spec)
+    for wrong in ({"text": "x"}, {"finish": "stop", "image": IMAGE}, {"text": b"x", "finish": "stop"}):
+        with pytest.raises(ValueError, match="a text is a str with a finish"):
+            Media(**wrong)

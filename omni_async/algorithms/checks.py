@@ -45,10 +45,14 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _drawn(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
-    draws, instead = drawn(config), "flow_grpo" if kind.draws == "tokens" else "token_grpo"
+    draws = drawn(config)
     if draws not in (None, kind.draws):
-        model = "an emulated model" if config.model.pipeline is None else f"model.pipeline {config.model.pipeline!r}"
-        yield f"algorithm.name: {objective.name} {kind.summary}, and {model} draws {draws}; use {instead} or another"
+        model = "an emulated model" if config.model.pipeline is None else config.model.pipeline
+        fitting = "flow_grpo" if draws == "latents" else "token_grpo"
+        yield (
+            f"algorithm.name: {objective.name} {kind.summary}, and {model} draws {draws}; use an objective on {draws},"
+            f" such as {fitting}"
+        )
 
 
 def _rows(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
@@ -96,7 +100,7 @@ def _ratio(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
         yield from _step_size(algorithm.correction, name, kind)
     if kind.ratio:
         yield from correction_problems(algorithm.correction, objective.ratio)
-        yield from _kept_steps(algorithm.correction, objective)
+        yield from _kept_steps(algorithm.correction, objective, kind)
         if not objective.ratio:
             yield from _weights_alone(config, name)
         return
@@ -118,7 +122,7 @@ def _step_size(settings: Correction, name: str, kind: Kind) -> Iterator[str]:
         yield f"{key}: mode interpolated measures only a part of the drift; use another correction.mode, or null"
 
 
-def _kept_steps(settings: Correction, objective: Objective) -> Iterator[str]:
+def _kept_steps(settings: Correction, objective: Objective, kind: Kind) -> Iterator[str]:
     if settings.steps == "all" or settings.mode == "auto":
         return
     if not settings.masks:
@@ -127,7 +131,7 @@ def _kept_steps(settings: Correction, objective: Objective) -> Iterator[str]:
         yield _problem(
             "steps",
             f"neither the ratio of {objective.name} nor a weight is computed over the steps of a sample",
-            "algorithm.name: gspo, level: trajectory, or steps: all",
+            f"algorithm.name: {'gspo' if kind.draws == 'latents' else 'token_gspo'}, level: trajectory, or steps: all",
         )
 
 

@@ -3,24 +3,18 @@
 There are N samples x W trained steps. b is the behaviour policy (the engine's weights and kernels when the step was
 taken), p the proximal policy (the trainer's weights at the start of the update). Each step is a Gaussian given its
 input. So a step's log-ratio needs only the log-prob recorded with the step, even if the engine's weights changed in
-mid-trajectory. `Drift` is the distance, row by row. `correct` derives from it, as configured in `algorithm.correction`:
+mid-trajectory. A token is a step with D = 1 whose log-prob is exact; answers of fewer than W tokens are padded. `Drift`
+is the distance, row by row. `correct` derives from it, as configured in `algorithm.correction`:
 
 - masks, rules that leave rows out of the loss (`omni_async.algorithms.rejection`). kappa is the KL itself, in closed
   form for Gaussians. Unlike L it does not depend on the drawn noise, so it rejects real drift and not bad luck.
-- importance weights w = p / b: exact or tempered, truncated, raised, or 0 outside a band. Whole-sample log-ratios
-  (`sum`) give exact weights. The mean over D latent elements (`mean`, published code) gives their D-th root, which
-  differs from 1 by about 1e-5 at image sizes and corrects nothing.
-
-Tempering exp(gamma L) finds the gamma in (0, 1] that gives the target effective sample size. gamma = 1 is the exact
-weight, whose effective sample size exp(-2 D kappa) vanishes after a few updates; gamma -> 0 is no correction. Between
-them the bias vanishes with the drift (gamma -> 1) while the variance stays bounded. ESS(gamma) never rises: with E_g
-the mean under weights proportional to exp(g L), d/dgamma ln ESS = 2 (E_gamma[L] - E_2gamma[L]), and E_g[L] rises with
-g, because its derivative is the variance of L under those weights. So a single gamma separates enough from too little.
+- importance weights w = p / b: exact or tempered (`omni_async.algorithms.tempering`), truncated, raised, or 0 outside
+  a band. Whole-sample log-ratios (`sum`) give exact weights. The mean over D latent elements (`mean`, published code)
+  gives their D-th root, which differs from 1 by about 1e-5 at image sizes and corrects nothing.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,11 +23,11 @@ from torch import Tensor
 
 from omni_async.algorithms.checks import correction_problems
 from omni_async.algorithms.rejection import k1_mask, m2po_mask, statistic_mask
+from omni_async.algorithms.tempering import tempering_exponent
 from omni_async.config.algorithm import Correction
 from omni_async.config.section import LARGEST
 
 MAX_EXPONENT = 20.0
-_RELATIVE_TOLERANCE = 1e-9  # of the tempering exponent
 
 
 @dataclass(frozen=True)
@@ -43,7 +37,8 @@ class Drift:
     `log_ratio` (N, W) float64: L = log p(x' | x) - log b(x' | x) of the whole sample in nats (`nats_per_log_prob` of
     `omni_async.diffusion.sde` converts mean log-probs). `kappa` (N, W) float64: D kappa, the exact Gaussian KL of the
     step in nats; None if the behaviour means are unknown. `steps` (N, W) int64: the denoising step of each row; only
-    tempering per step reads it.
+    tempering per step reads it. `valid` (N, W) bool: False in places behind the end of a sample, whose values nothing
+    reads; None: all samples have W steps.
 
     Under b with equal variances L ~ N(-D kappa, 2 D kappa), so D kappa is the drift without the effect of the noise.
     Mode `bypass` has no proximal policy, and L is the log-ratio of the policy in training. Raises ValueError for other
@@ -52,6 +47,7 @@ class Drift:
     log_ratio: Tensor
     kappa: Tensor | None = None
     steps: Tensor | None = None
+    valid: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.log_ratio.ndim != 2 or self.log_ratio.numel() == 0:
@@ -61,6 +57,7 @@ class Drift:
                 f"steps must be int64 of shape {tuple(self.log_ratio.shape)}, got {self.steps.dtype} of shape"
                 f" {tuple(self.steps.shape)}"
             )
+        self._remove_padding()
         for name, value in (("log_ratio", self.log_ratio), ("kappa", self.kappa)):
             if value is None:
                 continue
@@ -79,6 +76,28 @@ class Drift:
                     f"{name} must be {wanted}, got {value[sample, step].item()} in sample {sample}, step {step}"
                 )
 
+    def _remove_padding(self) -> None:
+        """Set padded values to 0, which no sum notices, and `valid` to None if nothing is padded."""
+        valid, shape = self.valid, self.log_ratio.shape
+        if valid is None:
+            return
+        if valid.shape != shape or valid.dtype != torch.bool or not valid.any(dim=1).all():
+            raise ValueError(
+                f"valid must be bool of shape {tuple(shape)}, true somewhere in every sample, got {valid.dtype} of"
+                f" shape {tuple(valid.shape)}"
+            )
+        if valid.all():
+            object.__setattr__(self, "valid", None)
+            return
+        for name in ("log_ratio", "kappa"):
+            if (value := getattr(self, name)) is not None and value.shape == shape:
+                object.__setattr__(self, name, torch.where(valid, value, 0.0))
+
+    @property
+    def counted(self) -> Tensor:
+        """(N, W) bool, True for the rows of samples."""
+        return torch.ones_like(self.log_ratio, dtype=torch.bool) if self.valid is None else self.valid
+
 
 @dataclass(frozen=True)
 class Corrected:
@@ -88,7 +107,8 @@ class Corrected:
     (N, W) bool. `masked`: name of every active rule's setting to (N, W) bool, True for rows that this rule alone masks,
     regardless of other rules. `statistics`: the same names to (N, W) float64, the values that the rules bound: D kappa
     in nats for kappa_nats, L^2 for m2, exp(|L|) for k1, the statistics themselves for k2 and k3, the weight for band.
-    `gamma` (N, W) float64: the tempering exponent of each row, 1 without tempering."""
+    `gamma` (N, W) float64: the tempering exponent of each row, 1 without tempering. `valid` as in `Drift`: in padded
+    places all of them but gamma are 0 or False."""
 
     weight: Tensor
     unmasked: Tensor
@@ -96,13 +116,24 @@ class Corrected:
     masked: dict[str, Tensor]
     statistics: dict[str, Tensor]
     gamma: Tensor
+    valid: Tensor | None = None
 
     def metrics(self) -> dict[str, Tensor]:
-        """Return each rule's metrics, (N, W) float64 by name: the mean over rows, or the maximum for `.../max`."""
+        """Return the values of each rule's metrics, float64 by name: the mean over rows, or the maximum for `.../max`.
+
+        They are (N, W) without padding, else those of valid places alone."""
         found = {f"masked/{rule}": masked.double() for rule, masked in self.masked.items()}
         for rule, statistic in self.statistics.items():
             found |= {f"statistic/{rule}/mean": statistic, f"statistic/{rule}/max": statistic}
-        return found
+        return found if self.valid is None else {name: values[self.valid] for name, values in found.items()}
+
+
+def padded(values: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values (T,) of N samples, one behind the other, as rows (N, W) padded with 0, and `valid` (N, W) bool.
+
+    `lengths` (N,) are int64 with the sum T; W is the largest. rows[valid] are the values again, in order."""
+    valid = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
+    return values.new_zeros(valid.shape).masked_scatter(valid, values), valid
 
 
 def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
@@ -121,7 +152,7 @@ def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
         ValueError: For settings that `correction_problems` refuses, and for kappa_nats without drift.kappa."""
     for problem in correction_problems(settings, ratio=False):
         raise ValueError(problem)
-    log_ratio = per_element(drift.log_ratio, settings, num_elements)
+    log_ratio, valid = per_element(drift.log_ratio, settings, num_elements), drift.valid
     keep: dict[str, Tensor] = {}
     statistics: dict[str, Tensor] = {}
     if settings.kappa_nats is not None:
@@ -132,45 +163,58 @@ def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
             )
         keep["kappa_nats"], statistics["kappa_nats"] = drift.kappa <= settings.kappa_nats, drift.kappa
     if settings.m2 is not None:
-        keep["m2"], statistics["m2"] = m2po_mask(log_ratio, settings.m2), log_ratio.square()
+        keep["m2"], statistics["m2"] = m2po_mask(log_ratio, settings.m2, valid), log_ratio.square()
     if settings.k1 is not None:
         level = settings.reject_level_of("k1")
-        keep["k1"], statistics["k1"] = k1_mask(log_ratio, settings.k1, level)
+        keep["k1"], statistics["k1"] = k1_mask(log_ratio, settings.k1, level, valid)
     if settings.k2 is not None:
         level = settings.reject_level_of("k2")
-        keep["k2"], statistics["k2"] = statistic_mask(log_ratio.square() / 2, settings.k2, level)
+        keep["k2"], statistics["k2"] = statistic_mask(log_ratio.square() / 2, settings.k2, level, valid)
     if settings.k3 is not None:
         level = settings.reject_level_of("k3")
-        keep["k3"], statistics["k3"] = statistic_mask(log_ratio.expm1() - log_ratio, settings.k3, level)
-    kept = torch.ones_like(log_ratio, dtype=torch.bool)
+        keep["k3"], statistics["k3"] = statistic_mask(log_ratio.expm1() - log_ratio, settings.k3, level, valid)
+    kept = counted = drift.counted
     for own in keep.values():
         kept = kept & own
     weight, gamma = importance_weights(drift, settings, num_elements, kept)
     if settings.band is not None:
         keep["band"] = weight > 0
-        statistics["band"] = exponents(drift.log_ratio, settings, num_elements, kept).exp()
+        statistics["band"] = exponents(drift, settings, num_elements, kept).exp()
         kept = kept & keep["band"]
     return Corrected(
         weight=torch.where(kept, weight, 0.0),
         unmasked=weight,
         kept=kept,
-        masked={rule: ~own for rule, own in keep.items()},
-        statistics={rule: value.expand_as(weight).clamp(max=LARGEST) for rule, value in statistics.items()},
+        masked={rule: counted & ~own for rule, own in keep.items()},
+        statistics={
+            rule: torch.where(counted, value.expand_as(weight).clamp(max=LARGEST), 0.0)
+            for rule, value in statistics.items()
+        },
         gamma=gamma,
+        valid=valid,
     )
 
 
-def normaliser(corrected: Corrected, settings: Correction) -> tuple[float, float]:
+def normaliser(corrected: Corrected, settings: Correction, share: Tensor | None = None) -> tuple[float, float]:
     """Return (numerator, denominator); their quotient multiplies the mean over all rows of weight x loss.
 
     Both are sums over rows, so the sums of micro-batches add up to the update's. The numerator is the number of rows.
     The denominator counts the unmasked rows (`kept`) or all rows (`all`), each as 1, or as its weight if weights are
     normalised. The loss is thus the sum of weight x loss over the unmasked rows, divided by the denominator. So with
-    `all` a masked row dilutes the loss by its unmasked weight (VeRL's batch normalisation, which has no masks)."""
-    rows = float(corrected.weight.numel())
+    `all` a masked row dilutes the loss by its unmasked weight (VeRL's batch normalisation, which has no masks).
+
+    Args:
+        corrected: the rows.
+        settings: `algorithm.correction`.
+        share: (N, W) float64, the coefficient of each row in a weighted mean over rows, such as 1 / length of its
+            answer; a row counts as its share instead of 1. None: equal shares."""
+    share = torch.ones_like(corrected.weight) if share is None else share
+    if corrected.valid is not None:
+        share = torch.where(corrected.valid, share, 0.0)
+    rows = share.sum().item()
     if settings.normalises:
-        return rows, (corrected.weight if settings.denominator == "kept" else corrected.unmasked).sum().item()
-    return rows, float(corrected.kept.sum().item()) if settings.denominator == "kept" else rows
+        return rows, (share * (corrected.weight if settings.denominator == "kept" else corrected.unmasked)).sum().item()
+    return rows, (share * corrected.kept).sum().item() if settings.denominator == "kept" else rows
 
 
 def loss_factor(numerator: float, denominator: float) -> float:
@@ -195,23 +239,25 @@ def importance_weights(
         drift: L in nats; of a whole update for tempered weights, with `steps` for tempering `step`.
         settings: `algorithm.correction`.
         num_elements: D, the latent elements of a sample.
-        kept: (N, W) bool, True for rows that the rules keep; None: all rows.
+        kept: (N, W) bool, True for rows that the rules keep, no padded ones; None: all rows.
 
     Raises:
         ValueError: tempering per step without `drift.steps`."""
     gamma = torch.ones_like(drift.log_ratio)
+    counted = drift.counted
     if settings.weights == "none":
-        return torch.ones_like(drift.log_ratio), gamma
-    values = exponents(drift.log_ratio, settings, num_elements, kept)
+        return counted.to(drift.log_ratio.dtype), gamma
+    kept = counted if kept is None else kept
+    values = exponents(drift, settings, num_elements, kept)
     if settings.weights == "tempered":
         for rows in _tempered_together(drift, settings):
-            own = values[rows] if kept is None else values[rows & kept]
+            own = values[rows & kept]
             gamma[rows] = tempering_exponent(own, settings.ess_target) if own.numel() else 1.0
     weight = (gamma * values).clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
-    outside = torch.zeros_like(weight, dtype=torch.bool)
+    outside = ~counted
     if settings.band is not None:
         low, high = settings.band
-        outside = (weight < low) | (weight > high)
+        outside = outside | (weight < low) | (weight > high)
     if settings.cap is not None:
         weight = weight.clamp(max=settings.cap)
     if settings.floor is not None:
@@ -225,10 +271,11 @@ def _tempered_together(drift: Drift, settings: Correction) -> list[Tensor]:
         return [torch.ones_like(drift.log_ratio, dtype=torch.bool)]
     if drift.steps is None:
         raise ValueError("algorithm.correction.tempering: step needs drift.steps, the denoising step of every row")
-    return [drift.steps == step for step in drift.steps.unique()]
+    counted = drift.counted
+    return [counted & (drift.steps == step) for step in drift.steps[counted].unique()]
 
 
-def exponents(log_ratio: Tensor, settings: Correction, num_elements: int, kept: Tensor | None = None) -> Tensor:
+def exponents(drift: Drift, settings: Correction, num_elements: int, kept: Tensor) -> Tensor:
     """Return (N, W): L, or L / D with log_ratio `mean`, aggregated over a sample's steps, which share the result.
 
     Level `step` does not aggregate. `trajectory`: the sum over steps of L, but the mean over steps of L / D.
@@ -236,18 +283,18 @@ def exponents(log_ratio: Tensor, settings: Correction, num_elements: int, kept: 
     means are over the kept steps, 0 without such steps.
 
     Args:
-        log_ratio: L (N, W) in nats.
+        drift: L (N, W) in nats.
         settings: `algorithm.correction`.
         num_elements: D, the latent elements of a sample.
-        kept: (N, W) bool, True for rows that the rules keep; None: all rows. Read only with steps `kept`."""
-    values = per_element(log_ratio, settings, num_elements)
+        kept: (N, W) bool, True for rows that the rules keep. Read only with steps `kept`."""
+    values = per_element(drift.log_ratio, settings, num_elements)
     if settings.level == "step":
         return values
-    over = kept if settings.steps == "kept" and kept is not None else torch.ones_like(values, dtype=torch.bool)
+    over = kept if settings.steps == "kept" else drift.counted
     total = torch.where(over, values, 0.0).sum(dim=1, keepdim=True)
     if settings.level == "trajectory" and settings.log_ratio == "mean":
         total = total / over.sum(dim=1, keepdim=True).clamp(min=1)
-    return total.expand_as(log_ratio)
+    return total.expand_as(values)
 
 
 def per_element(log_ratio: Tensor, settings: Correction, num_elements: int) -> Tensor:
@@ -263,39 +310,6 @@ def per_element(log_ratio: Tensor, settings: Correction, num_elements: int) -> T
     if num_elements < 1:
         raise ValueError(f"num_elements must be >= 1, got {num_elements}")
     return log_ratio / num_elements if settings.log_ratio == "mean" else log_ratio
-
-
-def tempering_exponent(log_ratio: Tensor, ess_target: float) -> float:
-    """Return the largest gamma in (0, 1] with ESS(exp(gamma L)) >= ess_target, to a relative 1e-9, from below.
-
-    `log_ratio` has any shape and finite entries, which all count equally. 0 < ess_target < 1."""
-    if not 0 < ess_target < 1:
-        raise ValueError(f"ess_target must be in (0, 1), got {ess_target}")
-    values = log_ratio.flatten()
-
-    def enough(gamma: float) -> bool:
-        return effective_sample_size(gamma * values).item() >= ess_target
-
-    if enough(1.0):
-        return 1.0
-    low, high = 0.0, 1.0
-    while low == 0.0 or high - low > _RELATIVE_TOLERANCE * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if enough(middle) else (low, middle)
-    return low
-
-
-def effective_sample_size(log_weights: Tensor) -> Tensor:
-    """Return (mean w)^2 / mean w^2 over the first dimension, w = exp(log_weights): (N, ...) to (...), in (0, 1].
-
-    Computed relative to the largest weight, so that weights may exceed the range of exp. -inf is a weight of 0; if all
-    weights are 0, the result is 0."""
-    values = log_weights.to(torch.float64)
-    top = values.amax(dim=0)
-    weights = (values - top).exp()
-    return torch.where(
-        top == -math.inf, 0.0, (weights.mean(dim=0).square() / weights.square().mean(dim=0)).clamp(max=1.0)
-    )
 
 
 def k3(log_ratio: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 from omni_async.algorithms.registry import FINAL, STEPS, TOKENS, Objective, find_objective
@@ -107,6 +108,26 @@ def _step_problems(objective: Objective, config: Config) -> Iterator[str]:
         )
 
 
+# Keys of `algorithm` that have no meaning for tokens: the reason, and the alternative.
+_NOT_OF_TOKENS = {
+    "clip_range_nats": "the log-ratio of a token is in nats already; set algorithm.clip_range",
+    "clip_centre": "the KL of a token has no closed form to centre the clip on; remove it",
+    "kl_form": "it is a form of the KL between Gaussian steps, and tokens have the estimate k3 alone; remove it",
+    "timestep_fraction": "all tokens of an answer are trained; remove it",
+    "unconditional_gradient": "answers are drawn without guidance; remove it",
+    "forward": "tokens are trained without noise; remove the section",
+    "correction.kappa_nats": "the KL of a token has no closed form; use k3",
+    "correction.tempering": "a token is no denoising step; use tempering: update",
+}
+
+
+def _token_problems(objective: Objective, config: Config) -> Iterator[str]:
+    for key, reason in _NOT_OF_TOKENS.items():
+        given, default = (attrgetter(key)(algorithm) for algorithm in (config.algorithm, Algorithm()))
+        if given != default:
+            yield f"algorithm.{key}: {reason}"
+
+
 BUILT_IN: tuple[Kind, ...] = (
     Kind(
         name="transition",
@@ -147,6 +168,7 @@ BUILT_IN: tuple[Kind, ...] = (
         ratio=True,
         draws="tokens",
         requires=TOKENS,
+        problems=_token_problems,
     ),
 )
 

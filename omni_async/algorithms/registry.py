@@ -32,16 +32,16 @@ class Objective:
     kind: the `omni_async.algorithms.kinds.Kind` of its rows. "transition" objectives train denoising steps of a window,
         from recorded latents and log-probs; "distillation" objectives do so without rewards. "forward" objectives add
         noise to final latents, and need nothing else of a sample. "preference" objectives do the same with a group's
-        best and worst sample.
+        best and worst sample. "token" objectives train whole answers.
     compute: `module:function`; (inputs of its kind, Algorithm) -> ObjectiveOutput. TransitionInputs for "transition"
-        and "distillation", ForwardInputs for "forward" and "preference".
+        and "distillation", ForwardInputs for "forward" and "preference", TokenInputs for "token".
     fields: the trajectory tensors it reads, from `TRAJECTORY_FIELDS`; its kind selects the tensors that engines return.
     unit: the rows that a micro-batch must not separate: a "row", or all rows of a "sample". Pairs always stay together.
     ratio: whether the loss contains the ratio of `algorithm.correction.mode`. Without a ratio, the weights of mode
         bypass correct for the drift. Read only if its kind has a ratio.
     homogeneous: whether loss(c A) = c loss(A) for c > 0 under these settings, which lets the trainer stream groups
         under a global std.
-    auxiliary: the auxiliary policies whose velocities the function needs (`reference_velocity` or `ref_mean`, ...).
+    auxiliary: the auxiliary policies whose outputs the function needs (`ref_velocity`, `ref_mean`, `ref_log_prob`...).
     old_decay: decay of the old policy, which generates the samples if it exists: after update u (from 1) it becomes
         decay(u) * itself + (1 - decay(u)) * the current policy.
     settings: the section of `algorithm.settings`, for an objective of another package; built-in objectives have
@@ -232,6 +232,27 @@ def _distill_problems(config: Config) -> Iterator[str]:
         yield "algorithm.teacher: distill learns from a teacher alone, got null; set algorithm.teacher.path"
 
 
+def _gspo_problems(config: Config) -> Iterator[str]:
+    if config.algorithm.token.mean != "sequence":
+        yield (
+            "algorithm.token.mean: token_gspo has one ratio for an answer, which its tokens share; use sequence, got"
+            f" {config.algorithm.token.mean}"
+        )
+
+
+def _cispo_problems(config: Config) -> Iterator[str]:
+    clip_range = config.algorithm.clip_range
+    if isinstance(clip_range, tuple):
+        yield (
+            "algorithm.clip_range: token_cispo bounds its ratio above alone; use the upper number of the pair, got"
+            f" {[*clip_range]}"
+        )
+    if config.algorithm.dual_clip is not None:
+        yield (
+            "algorithm.dual_clip: the ratio of token_cispo has no gradient, and clip_range bounds it already; remove it"
+        )
+
+
 def _on_steps(name: str, summary: str, kind: str = "transition", **options: Any) -> Objective:
     usual = {"fields": STEPS, "homogeneous": _no_kl, "auxiliary": _frozen}
     compute = f"omni_async.algorithms.objectives.transition:{name}"
@@ -240,6 +261,13 @@ def _on_steps(name: str, summary: str, kind: str = "transition", **options: Any)
 
 def _on_final(name: str, summary: str, kind: str = "forward", **options: Any) -> Objective:
     return Objective(name, summary, kind, f"omni_async.algorithms.objectives.forward:{name}", FINAL, **options)
+
+
+def _on_tokens(name: str, summary: str, **options: Any) -> Objective:
+    usual = {"homogeneous": _no_kl, "auxiliary": _reference}
+    return Objective(
+        name, summary, "token", f"omni_async.algorithms.objectives.token:{name}", TOKENS, **{**usual, **options}
+    )
 
 
 BUILT_IN: tuple[Objective, ...] = (
@@ -302,6 +330,18 @@ BUILT_IN: tuple[Objective, ...] = (
         kind="preference",
         auxiliary=lambda algorithm: frozenset({"reference"}),
         problems=_dpo_problems,
+    ),
+    _on_tokens("token_grpo", "PPO's clipped surrogate per token of an answer (GRPO, DAPO, Dr.GRPO)"),
+    _on_tokens(
+        "token_gspo",
+        "one ratio per answer: the geometric mean over its tokens (GSPO)",
+        unit="sample",
+        problems=_gspo_problems,
+    ),
+    _on_tokens(
+        "token_cispo",
+        "the log-prob of each token times its advantage and a clipped ratio without gradient (CISPO)",
+        problems=_cispo_problems,
     ),
 )
 

@@ -57,7 +57,9 @@ class RejectLevels(Section, kw_only=True, frozen=True):
 
 
 class Correction(Section, kw_only=True, frozen=True):
-    """The off-policy correction: the denominator of the ratio, and the treatment of samples far from it."""
+    """The off-policy correction: the denominator of the ratio, and the treatment of samples far from it.
+
+    For objectives on tokens, a step is a token and a sample an answer."""
 
     mode: Literal["auto", "none", "bypass", "decoupled", "interpolated"] = "auto"
     """`auto`: bypass, until measurements show that the clip range takes many rows that this update has not moved. If
@@ -104,8 +106,8 @@ class Correction(Section, kw_only=True, frozen=True):
     """Apply k1, k2, k3 to each step, or to a whole sample: the sum, mean or maximum over its steps. A mapping such as
     {k1: step, k3: max} names a level for each rule."""
     steps: Literal["all", "kept"] = "all"
-    """Steps behind weights per sample and gspo's ratio: all trained steps of the sample, or its unmasked steps
-    (VeRL)."""
+    """Steps behind weights per sample and the ratio of gspo and token_gspo: all trained steps of the sample, or its
+    unmasked steps (VeRL)."""
     denominator: Literal["kept", "all"] = "kept"
     """Average over the unmasked rows, or over all rows as in published code (the gradient shrinks)."""
 
@@ -277,7 +279,8 @@ class Algorithm(Section, kw_only=True, frozen=True):
     """The objective; `omni-async list` shows them."""
     clip_range: ClipRange | None = None
     """PPO clip range c on r, the exponential of the mean log-ratio per latent element: [1 - c, 1 + c]. A pair [low,
-    high] clips to [1 - low, 1 + high] (DAPO). null: 1e-4, unless clip_range_nats is set."""
+    high] clips to [1 - low, 1 + high] (DAPO). null: 1e-4, unless clip_range_nats is set. For tokens r is the ratio of a
+    token, and null is 0.2; of an answer for token_gspo, and null is [3e-4, 4e-4]. token_cispo has one number."""
     clip_range_nats: ClipRange | None = None
     """The same on L, the log-ratio of the whole sample in nats: [-c, c] or [-low, high], independent of the
     resolution, the transition and the step."""
@@ -288,7 +291,7 @@ class Algorithm(Section, kw_only=True, frozen=True):
     """Bound the loss of rows with a negative advantage at c times its absolute value (dual-clip PPO). c bounds r with
     clip_range, exp(L) with clip_range_nats; null: no bound."""
     kl_coef: Coefficient = 0.0
-    """Weight of the KL (or squared velocity difference) to the reference policy."""
+    """Weight of the KL (or squared velocity difference; for tokens the estimate k3) to the reference policy."""
     teacher: Teacher | None = None
     """A teacher for `distill`, or for an added term of the other objectives on denoising steps; null: none."""
     kl_form: Literal["published", "exact", "mean"] = "published"

@@ -8,12 +8,14 @@ import pytest
 
 from omni_async.algorithms import checks
 from omni_async.algorithms.checks import problems
-from omni_async.algorithms.kinds import samples_per_rank, trajectory_fields
+from omni_async.algorithms.kinds import find_kind, samples_per_rank, trajectory_fields
 from omni_async.algorithms.registry import Objective, find_objective, nft_decay, objective_names
 from omni_async.config.algorithm import Algorithm, Awm, Mix, Nft
+from omni_async.config.schema import Config
 from omni_async.plugins import entry_points as lookup
+from omni_async.plugins.families import SamplingSpec
 from omni_async.runtime.preflight.listing import listing
-from tests.algorithms.wrong_combinations import DPO, OFFLINE, RIGHT, WRONG
+from tests.algorithms.wrong_combinations import DPO, OFFLINE, RIGHT, TOKEN, WRONG
 from tests.config.recipe import MINIMAL, load_text
 
 WITH_KL = Algorithm(kl_coef=0.04)
@@ -30,7 +32,8 @@ def test_losses_on_final_latents_do_not_scale_with_the_advantage_and_anothers_pe
     ("name", "settings", "auxiliary"),
     [
         ("flow_grpo", Algorithm(), set()),
-        *((name, WITH_KL, {"reference"}) for name in ("flow_grpo", "gspo", "grpo_guard", "awm")),
+        *((name, WITH_KL, {"reference"}) for name in ("flow_grpo", "gspo", "grpo_guard", "awm", "token_gspo")),
+        ("token_grpo", Algorithm(), set()),
         ("dance_grpo", WITH_KL, set()),
         ("diffusion_nft", Algorithm(), {"old"}),
         ("diffusion_nft", WITH_KL, {"old", "reference"}),
@@ -148,9 +151,28 @@ def test_wrong_fields_and_settings_are_refused_where_the_objective_is_made():
         replace(THEIRS, settings=msgspec.Struct)
 
 
+class Words(SamplingSpec, frozen=True, kw_only=True):
+    """Samples of a family that draws tokens."""
+
+    @property
+    def most_tokens(self) -> int:
+        return 8
+
+
+def drawing_tokens(config: Config) -> Config:
+    return msgspec.structs.replace(config, rollout=msgspec.structs.replace(config.rollout, sampling=Words()))
+
+
+def loaded(overrides: tuple[str, ...]) -> Config:
+    """Loads a recipe, of a family that draws tokens if its objective trains tokens."""
+    config = load_text(MINIMAL, *overrides)
+    tokens = find_kind(find_objective(config.algorithm.name).kind).draws == "tokens"
+    return drawing_tokens(config) if tokens else config
+
+
 @pytest.mark.parametrize(("overrides", "said"), WRONG)
 def test_a_combination_that_cannot_work_is_one_line_that_names_the_key(overrides, said):
-    [problem] = problems(load_text(MINIMAL, *overrides))
+    [problem] = problems(loaded(overrides))
     assert all(part in problem for part in said.split(" ... "))
     assert "\n" not in problem
     key, _, reason = problem.partition(": ")
@@ -158,9 +180,22 @@ def test_a_combination_that_cannot_work_is_one_line_that_names_the_key(overrides
 
 
 def test_what_can_work_is_not_objected_to():
-    right = [load_text(MINIMAL, *overrides) for overrides in RIGHT]
+    right = [loaded(overrides) for overrides in RIGHT]
     assert [problem for config in right for problem in problems(config)] == []
     assert {config.algorithm.name for config in right} == {*objective_names()}
+
+
+def test_an_objective_trains_what_its_family_draws():
+    for config, why in (
+        (
+            load_text(MINIMAL, *TOKEN),
+            "token_grpo trains the tokens of answers, and qwen_image draws latents ... flow_grpo",
+        ),
+        (drawing_tokens(load_text(MINIMAL)), "flow_grpo trains denoising steps ... draws tokens ... token_grpo"),
+        (drawing_tokens(load_text(MINIMAL, "algorithm.name=awm", "rollout.sde=null")), "awm ... such as token_grpo"),
+    ):
+        [problem] = problems(config)
+        assert problem.startswith("algorithm.name: ") and all(part in problem for part in why.split(" ... "))
 
 
 def test_everything_that_is_wrong_is_found():
@@ -235,3 +270,4 @@ def test_a_clip_centred_on_the_drift_reads_the_means_of_the_ratios_denominator()
 def test_fields_follow_the_automatic_correction_and_the_kind():
     assert "means" not in fields("flow_grpo", "staleness.max_updates=8"), "no decision of a run reads them"
     assert fields("awm", "rollout.sde=null") == ["conditioning", "final"]
+    assert fields("token_cispo", "rollout.sde=null") == ["log_probs", "prompt", "tokens"]

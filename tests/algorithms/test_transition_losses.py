@@ -238,7 +238,7 @@ def test_inputs_that_do_not_fit_are_refused(change, message):
 
 
 def clipped(given, algorithm):
-    return clipped_surrogate(given, algorithm, log_ratios(given), *clipped_log_ratios(given, algorithm))
+    return clipped_surrogate(given.advantage, algorithm, log_ratios(given), *clipped_log_ratios(given, algorithm))
 
 
 def test_tiny_clip_ranges_work_in_float32():
@@ -269,7 +269,7 @@ def test_a_clip_range_is_given_once_and_in_nats_only_where_the_log_ratio_is_one_
         clipped(given, Algorithm(clip_range=1e-4, clip_range_nats=0.5))
     with pytest.raises(ValueError, match=r"clip_range_nats: the ratio of grpo_guard is rescaled.*use clip_range"):
         guard = Algorithm(name="grpo_guard", clip_range_nats=0.5)
-        clipped_surrogate(given, guard, log_ratios(given), log_ratios(given), None)
+        clipped_surrogate(given.advantage, guard, log_ratios(given), log_ratios(given), None)
 
 
 PAIR = (0.01, 0.03)

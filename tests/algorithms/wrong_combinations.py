@@ -10,6 +10,9 @@ REINFORCE = ("algorithm.name=reinforce", "algorithm.correction={mode: bypass, we
 GSPO = ("algorithm.name=gspo",)
 DANCE = ("algorithm.name=dance_grpo", "rollout.sde.kind=dance")
 DISTILL = ("algorithm.name=distill", "algorithm.teacher={path: t}")
+TOKEN = ("algorithm.name=token_grpo", "rollout.sde=null")
+TOKEN_GSPO = ("algorithm.name=token_gspo", "rollout.sde=null")
+CISPO = ("algorithm.name=token_cispo", "rollout.sde=null")
 DRIFT = "trainer.optimizer.step_size={by: drift, target: 0.5}"
 
 # Each has exactly this one thing wrong.
@@ -133,6 +136,44 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     ((*OFFLINE, "validation={prompts: prompts.txt}"), "validation: with data.preferences ... can be validated"),
     ((*OFFLINE, "data.prompts=prompts.txt"), "data.prompts: with data.preferences ... from the pairs; remove it"),
     ((*OFFLINE, "rollout.group_size=4"), "rollout.group_size: a preference pair is a group of 2, got 4"),
+    # tokens
+    (TOKEN[:1], "rollout.sde: token_grpo trains the tokens of answers ... set rollout.sde: null"),
+    (
+        (*TOKEN, "rollout.calls=2", "rollout.program={name: refine}"),
+        "rollout.calls: token_grpo trains the tokens ... got 2",
+    ),
+    (
+        (*TOKEN, "algorithm.clip_range_nats=0.2"),
+        "algorithm.clip_range_nats: ... in nats already; set algorithm.clip_range",
+    ),
+    (
+        (*TOKEN, "algorithm.clip_centre=drift"),
+        "algorithm.clip_centre: the KL of a token has no closed form ... remove it",
+    ),
+    ((*TOKEN, "algorithm.teacher={path: t}"), "algorithm.teacher: token_grpo has no term for a teacher; remove it"),
+    ((*TOKEN, "algorithm.kl_form=exact"), "algorithm.kl_form: ... between Gaussian steps ... k3 alone; remove it"),
+    ((*CISPO, "algorithm.kl_form=mean"), "algorithm.kl_form: ... between Gaussian steps ... k3 alone; remove it"),
+    ((*TOKEN, "algorithm.timestep_fraction=0.5"), "algorithm.timestep_fraction: all tokens ... trained; remove it"),
+    ((*TOKEN, "algorithm.unconditional_gradient=false"), "unconditional_gradient: ... without guidance; remove it"),
+    ((*TOKEN, "algorithm.forward.draws=3"), "algorithm.forward: tokens are trained without noise; remove the section"),
+    (
+        (*TOKEN, "algorithm.correction={mode: decoupled, kappa_nats: 0.5}"),
+        "correction.kappa_nats: the KL of a token has no closed form; use k3",
+    ),
+    (
+        (*TOKEN, "algorithm.correction={mode: decoupled, weights: tempered, tempering: step}"),
+        "correction.tempering: a token is no denoising step; use tempering: update",
+    ),
+    (
+        (*CISPO, "algorithm.correction={mode: bypass, k3: 1.0, steps: kept}"),
+        "correction.steps: neither the ratio of token_cispo nor a weight ... use algorithm.name: token_gspo",
+    ),
+    ((*TOKEN_GSPO, "algorithm.token.mean=token"), "token.mean: token_gspo has one ratio ... use sequence, got token"),
+    (
+        (*CISPO, "algorithm.clip_range=[0.2, 0.28]"),
+        "clip_range: token_cispo bounds its ratio above ... got [0.2, 0.28]",
+    ),
+    ((*CISPO, "algorithm.dual_clip=3"), "algorithm.dual_clip: the ratio of token_cispo has no gradient ... remove it"),
     (("data={preferences: pairs.parquet}", "reward={}", "rollout.group_size=2"), "preferences: ... for diffusion_dpo"),
 )
 
@@ -172,4 +213,17 @@ RIGHT: tuple[tuple[str, ...], ...] = (
     (*DPO, "rollout.group_size=8", "trainer.workers=3", "algorithm.forward.draws=7"),
     OFFLINE,
     (*OFFLINE, "trainer.workers=4"),
+    TOKEN,
+    (
+        *TOKEN,
+        "algorithm.clip_range=[0.2, 0.28]",
+        "algorithm.dual_clip=10",
+        "algorithm.token={mean: token, overlong: mask}",
+    ),
+    (*TOKEN, "algorithm.advantage.std=none", "algorithm.token.mean=constant", "algorithm.kl_coef=1e-3"),
+    (*TOKEN, "algorithm.correction={mode: interpolated, interpolation: linear, k1: [0.5, 2]}"),
+    (*TOKEN, "algorithm.correction={mode: decoupled, weights: tempered, level: trajectory, log_ratio: mean, m2: 0.04}"),
+    TOKEN_GSPO,
+    (*TOKEN_GSPO, "algorithm.correction={mode: bypass, k3: 1.0, steps: kept}"),
+    (*CISPO, "algorithm.clip_range=3", "algorithm.token.mean=token"),
 )

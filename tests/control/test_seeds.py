@@ -23,6 +23,7 @@ from omni_async.control.seeds import (
     sample_seeds,
     window_of,
 )
+from omni_async.plugins.families import SamplingSpec
 from omni_async.types import Prompt, SampleResult, SdeWindow, VersionSpans
 from tests.control.control_world import make_config, make_prompts, play
 from tests.support.configs import build
@@ -99,6 +100,31 @@ def test_a_sample_of_several_calls_owes_a_version_for_every_calls_trained_steps(
     require_trained_steps(first, result(0, 0, 1, 1, 1, 2))
     with pytest.raises(ValueError, match="2 step versions for 6 trained steps"):
         require_trained_steps(first, result(0, 0))
+
+
+class Answers(SamplingSpec, frozen=True, kw_only=True):
+    max_tokens: int = 5
+
+    @property
+    def most_tokens(self) -> int:
+        return self.max_tokens
+
+
+def test_an_answer_owes_a_version_for_each_of_its_tokens() -> None:
+    config = make_config(validation={})
+    config = replace(config, rollout=replace(config.rollout, sampling=Answers(), sde=None))
+    factory, prompt = RequestFactory(config), make_prompts(1)[0]
+    request = factory.training(0, prompt, factory.window(0))[0]
+    assert request.window is None and trained_steps(request) == range(1, 6)
+    (measured, *_) = factory.validation(0, (prompt,))
+    assert trained_steps(measured) == (0,) and measured.spec == request.spec, "at the same temperature"
+    for drawn in ((0,), (0, 0, 1), (3,) * 5):
+        result = SampleResult(request.sample_id, "rollout-0", None, None, 0, VersionSpans.of(drawn), 0.0, 1.0)
+        require_trained_steps(request, result)
+    for drawn in ((), (0,) * 6):
+        result = SampleResult(request.sample_id, "rollout-0", None, None, 0, VersionSpans.of(drawn), 0.0, 1.0)
+        with pytest.raises(ValueError, match=f"{len(drawn)} step versions for 1 to 5 tokens"):
+            require_trained_steps(request, result)
 
 
 def test_a_guided_teacher_needs_negative_prompts_of_samples_without_guidance() -> None:

@@ -66,6 +66,17 @@ def test_the_newest_answers_stay_in_memory_and_those_that_were_used():
     assert nothing.get([key(0)]) == {}
 
 
+def test_texts_and_their_ends_have_digests_of_their_own():
+    image = np.zeros((3, 1, 1), np.uint8)
+    media = [
+        *(Media(text=text, finish=finish) for text in ("", "4", "2") for finish in ("stop", "length")),
+        Media(image=image),
+        Media(image=image, text="4", finish="stop"),
+    ]
+    assert len({digest_of(one) for one in media}) == len(media)
+    assert digest_of(Media(text="4", finish="stop")) == digest_of(media[2])
+
+
 def test_the_file_stays_within_its_size_and_keeps_the_newest(tmp_path):
     kept = cache(tmp_path / "scores", memory=0, size=2**18)
     for number in range(400):

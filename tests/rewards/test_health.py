@@ -10,10 +10,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from omni_async.config import with_spec
 from omni_async.config.reward import Reward
 from omni_async.media import require_media
+from omni_async.plugins.families import MediaShape
 from omni_async.rewards.base import Outage, ScoreError, Unbounded
 from omni_async.rewards.calls import ScorerHangs
 from omni_async.rewards.failures import is_outage
@@ -334,6 +336,13 @@ async def test_one_that_fails_twice_in_the_same_way_is_wrong_and_said_so_at_once
     wrong = await Stage(judge := Judge(says=says), probe=PROBE).panel.try_out()
     assert wrong is not None and words in wrong and "reward.probe=false" in wrong
     assert now() == 0 and len(judge.calls) == 2
+
+
+def test_scorers_of_texts_are_tried_with_two_texts():
+    config, spec = make_config(), SimpleNamespace(media=lambda: (MediaShape("text", ()),))
+    config = replace(config, rollout=replace(config.rollout, sampling=spec))
+    one, other = Probe.of(config, [Prompt(0, "1 + 1")]).media
+    assert one.parts == other.parts == ("text",) and one.text != other.text
 
 
 @pytest.mark.parametrize(

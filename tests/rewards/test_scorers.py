@@ -114,8 +114,9 @@ def test_one_scorer_keeps_its_parts_and_several_are_weighed_and_prefixed_with_th
     ("name", "made", "error"),
     [
         ("ocr", (AUDIO,), "accepts image or video, but the samples are audio$"),
+        ("ocr", (MediaShape("text", ()),), "accepts image or video, but the samples are text$"),
         (f"{__name__}:Loud", (VIDEO,), "accepts audio, but the samples are video"),
-        (f"{__name__}:Wrong", (IMAGE,), "accepts must be a tuple of image, video, audio, got 'image'"),
+        (f"{__name__}:Wrong", (IMAGE,), "accepts must be a tuple of image, video, audio, text, got 'image'"),
         (f"{__name__}:Dear", (AUDIO,), "cost must be one of cpu, model, elsewhere, got 'dear'"),
         (f"{__name__}:Constant", (VIDEO,), r"accepts image \(it has no `accepts`\), but the samples are video"),
         (f"{__name__}:Heir", (VIDEO,), r"accepts image \(it has no `accepts`\), but the samples are video"),

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from omni_async.aio.clock import ManualClock
-from omni_async.roles.producer import Producer
+from omni_async.roles.producer import Producer, _Finished
 from omni_async.rollout.base import EngineError
 from omni_async.rollout.calls import Draw
 from omni_async.store import LocalStore, ObjectLost
@@ -112,6 +114,19 @@ async def test_several_calls_make_one_sample():
             await engine.finish(f"0.c{call}")
         (result,) = desk.done
         assert (result.sample_id, list(result.step_versions), result.version) == ("g0.s0", [0, 1, 1, 3], 0)
+
+
+@pytest.mark.parametrize(("kind", "spans"), [("train", ((0, 2), (3, 5))), ("validation", ())])
+async def test_an_answer_has_the_version_of_every_token(kind, spans):
+    """Its number of tokens is no number of denoising steps."""
+    drawn = ((0, 2), (3, 5))
+    request = replace(make_request(0, window=None), kind=kind, spec=SimpleNamespace(most_tokens=9))
+    finished = _Finished(request, np.zeros(1), np.zeros(1), VersionSpans(drawn), 0.0, 1.0, 1, 0)
+    result = finished.result("rollout-0", None, None)
+    assert (result.step_versions.spans, result.version) == (spans, 0)
+    plain = finished._replace(request=replace(request, spec=None, num_inference_steps=3))
+    expected = ((0, 2), (3, 1)) if kind == "train" else ()
+    assert plain.result("rollout-0", None, None).step_versions.spans == expected
 
 
 async def test_leases_fill_the_engine():

@@ -141,7 +141,7 @@ def write_clips(folder: Path) -> None:
     for version in (0, 20):
         name = f"validation-{version:06d}"
         rows = [
-            sample_row(Prompt(number, prompt), write_media(one, run.samples / f"{name}-{number:02d}"))
+            sample_row(Prompt(number, prompt), one, write_media(one, run.samples / f"{name}-{number:02d}"))
             for number, (prompt, one) in enumerate(media.items())
         ]
         (run.samples / f"{name}.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(rows))

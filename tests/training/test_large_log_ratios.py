@@ -12,7 +12,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from omni_async.algorithms.correction import effective_sample_size, interpolated_log_prob
+from omni_async.algorithms.correction import interpolated_log_prob
+from omni_async.algorithms.tempering import effective_sample_size
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.rollout.stepping import InFlight, take_steps
 from omni_async.runtime.on_ray.store import _to_arrays, _to_tensors

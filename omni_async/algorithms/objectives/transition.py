@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from omni_async.algorithms.objectives.base import ObjectiveOutput, TransitionInputs
-from omni_async.config.algorithm import Algorithm
+from omni_async.config.algorithm import Algorithm, ClipRange
 
 Metrics = dict[str, Tensor]
 
@@ -72,12 +72,17 @@ def mean_square_difference(mean: Tensor, other: Tensor) -> Tensor:
 
 
 def clipped_surrogate(
-    inputs: TransitionInputs, algorithm: Algorithm, log_ratio: Tensor, measured: Tensor, nats: Tensor | None
+    advantage: Tensor,
+    algorithm: Algorithm,
+    log_ratio: Tensor,
+    measured: Tensor,
+    nats: Tensor | None,
+    published: ClipRange = _PUBLISHED_CLIP_RANGE,
 ) -> tuple[Tensor, Metrics]:
     """Return per row max(-A r, -A clip(r)) with r = exp(log_ratio), and the metrics of r. All (R,) float64.
 
-    With clip_range c (1e-4 if neither is given) exp(measured) is clipped to [1 - c, 1 + c], with clip_range_nats c
-    `nats` to [-c, c]; a pair (low, high) is [1 - low, 1 + high] and [-low, high] (DAPO, arXiv 2503.14476, eq. 10). A
+    With clip_range c (`published` if neither is given) exp(measured) is clipped to [1 - c, 1 + c], with clip_range_nats
+    c `nats` to [-c, c]; a pair (low, high) is [1 - low, 1 + high] and [-low, high] (DAPO, arXiv 2503.14476, eq. 10). A
     row outside has no gradient if A pushes it further out, and the end of the range in place of r.
 
     dual_clip c bounds the loss of a row with A < 0 at c |A|: a row whose exp(measured), or exp(nats) with
@@ -87,23 +92,24 @@ def clipped_surrogate(
     removes the gradient, as in flow_grpo; with dual_clip dual_clipped: 1 for rows whose loss it bounds.
 
     Args:
-        inputs: read for the advantage A.
+        advantage: (R,), A.
         algorithm: read for the clip ranges.
         log_ratio: (R,) float64, with gradient.
         measured: (R,) float64, the log-ratio that is compared with clip_range: `clipped_log_ratios`.
         nats: (R,) float64, the same in nats of the whole sample; None if it is undefined.
+        published: the clip range without clip_range and clip_range_nats.
 
     Raises:
         ValueError: clip_range_nats together with clip_range, or without `nats`."""
-    advantage = inputs.advantage.detach().to(torch.float64)
+    advantage = advantage.detach().to(torch.float64)
     ratio = log_ratio.exp()
     if algorithm.clip_range_nats is None:
-        below, above = _ends(_PUBLISHED_CLIP_RANGE if algorithm.clip_range is None else algorithm.clip_range)
+        below, above = ends_of(published if algorithm.clip_range is None else algorithm.clip_range)
         compared = measured.exp()
         low, high = compared < 1 - below, compared > 1 + above
         bound = compared.clamp(1 - below, 1 + above)
     else:
-        below, above = _ends(algorithm.clip_range_nats)
+        below, above = ends_of(algorithm.clip_range_nats)
         compared = _in_nats(algorithm, nats)
         low, high = compared < -below, compared > above
         bound = torch.where(low, _at_end(measured, compared, below), _at_end(measured, compared, above))
@@ -126,7 +132,7 @@ def clipped_surrogate(
     return loss, metrics
 
 
-def _ends(clip: float | tuple[float, ...]) -> tuple[float, float]:
+def ends_of(clip: ClipRange) -> tuple[float, float]:
     """Return (low, high) of a clip range, both > 0."""
     low, high = clip if isinstance(clip, tuple) else (clip, clip)
     return low, high
@@ -214,7 +220,9 @@ def flow_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput
 
     Metrics: ratio_deviation |r - 1|; clipped_low, clipped_high: 1 if r is outside 1 +- c; with dual_clip dual_clipped;
     approx_kl (log r)^2 / 2; with ref_mean kl_ref."""
-    loss, metrics = clipped_surrogate(inputs, algorithm, log_ratios(inputs), *clipped_log_ratios(inputs, algorithm))
+    loss, metrics = clipped_surrogate(
+        inputs.advantage, algorithm, log_ratios(inputs), *clipped_log_ratios(inputs, algorithm)
+    )
     return objective_output(inputs, algorithm, loss, metrics)
 
 
@@ -235,7 +243,7 @@ def mix_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
     old_log_prob, from the sampled log-ratio alone. w does not multiply it. Errors and metrics are as in `flow_grpo`;
     approx_kl is the middle term without its coefficient."""
     log_ratio = log_ratios(inputs)
-    loss, metrics = clipped_surrogate(inputs, algorithm, log_ratio, *clipped_log_ratios(inputs, algorithm))
+    loss, metrics = clipped_surrogate(inputs.advantage, algorithm, log_ratio, *clipped_log_ratios(inputs, algorithm))
     coef = algorithm.mix.log_ratio_coef
     return objective_output(inputs, algorithm, loss, metrics, 0.5 * coef * log_ratio.square() if coef > 0 else None)
 
@@ -272,7 +280,7 @@ def grpo_guard(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutpu
     width = root_h * std
     bias = mean_square_difference(inputs.mean, inputs.old_mean) / (2 * width.square())
     log_ratio = (log_ratios(inputs) + bias) * width
-    loss, metrics = clipped_surrogate(inputs, algorithm, log_ratio, log_ratio.detach(), nats=None)
+    loss, metrics = clipped_surrogate(inputs.advantage, algorithm, log_ratio, log_ratio.detach(), nats=None)
     if algorithm.guard.divide:
         loss = loss / root_h.square()
     return objective_output(inputs, algorithm, loss, {**metrics, "guard_bias": bias})
@@ -330,7 +338,7 @@ def gspo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
         return mean.repeat_interleave(inputs.steps_per_sample)
 
     measured, nats = map(mean_over_steps, clipped_log_ratios(inputs, algorithm))
-    loss, metrics = clipped_surrogate(inputs, algorithm, mean_over_steps(log_ratios(inputs)), measured, nats)
+    loss, metrics = clipped_surrogate(inputs.advantage, algorithm, mean_over_steps(log_ratios(inputs)), measured, nats)
     return objective_output(inputs, algorithm, loss, metrics)
 
 

@@ -15,6 +15,8 @@ import pytest
 from PIL import Image
 
 from omni_async.commands.report import pictures
+from omni_async.commands.report.data import page_of
+from omni_async.commands.report.file import one_file
 from omni_async.commands.report.pictures import samples
 from omni_async.commands.report.shown import show
 from omni_async.records.read.record import read_run
@@ -64,6 +66,21 @@ def test_a_strip_is_one_prompt_and_noise_even_where_a_round_lacks_samples(tmp_pa
     first = (tmp_path / "samples" / "validation-000020-01.png").read_bytes()
     assert base64.b64decode(found.strips[0].frames[1].src.partition(",")[2]) == first  # small ones as they are
     assert found.strips[0].frames[0].reward == 0.5 and found.strips[1].frames[0].reward is None
+
+
+def test_texts_are_shown_as_texts(tmp_path):
+    """A page keeps their beginning, whatever markup they hold."""
+    write_round(tmp_path, 0, [])
+    markup = "<script>alert(1)</script>"
+    for version, text in ((0, markup), (20, "7" * 5000)):
+        Image.new("RGB", (16, 16)).save(tmp_path / "samples" / f"validation-{version:06d}.png")
+        row = {"prompt": "a digit", "target": "7", "reward": 0.5, "text": text, "finish": "stop"}
+        (tmp_path / "samples" / f"validation-{version:06d}.jsonl").write_text(json.dumps(row) + "\n")
+    found = block(tmp_path)
+    (strip,) = found.strips
+    assert [(frame.medium, frame.src, frame.reward) for frame in strip.frames] == [("text", "", 0.5)] * 2
+    assert [frame.text for frame in strip.frames] == [markup, "7" * 2000] and found.note == ""
+    assert markup not in one_file(page_of([read_run(tmp_path)], "now", ["samples"]))
 
 
 def test_large_images_are_reduced_and_films_come_along(tmp_path):

@@ -99,7 +99,7 @@ def test_a_recipe_for_every_family_passes_check(family, devices, built, workplac
 
 
 @pytest.mark.sliced(floor=4)
-@pytest.mark.parametrize("algorithm", [*objective_names()])
+@pytest.mark.parametrize("algorithm", [name for name in objective_names() if not name.startswith("token_")])
 def test_a_recipe_of_every_algorithm_passes_check(algorithm, workplace):
     teacher = [f"algorithm.teacher.path={QUICKSTART}/checkpoint"] if algorithm == "distill" else []
     config = written(*DIGITS, "--algorithm", algorithm, "--devices", "0", *SMALL, *teacher)

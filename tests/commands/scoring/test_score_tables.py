@@ -79,6 +79,41 @@ def test_a_table_names_media_prompts_targets_and_metadata(name, content, folder)
     assert [sample.files["image"].resolve() for sample in (one, other)] == [folder / "a.png", folder / "below/b.png"]
 
 
+TEXTS: list[dict[str, Any]] = [
+    {"prompt": "1 + 1", "target": "2", "text": "2", "tokens": 4},
+    {"prompt": "1 + 2", "target": "3", "text": "three", "finish": "length"},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("train-000010.jsonl", TEXTS),
+        ("t.csv", "prompt,target,text,finish\n1 + 1,2,2,\n1 + 2,3,three,length\n"),
+        ("t.parquet", {key: [row.get(key) for row in TEXTS] for key in ("prompt", "target", "text", "finish")}),
+    ],
+)
+def test_a_table_may_hold_texts_in_place_of_files(name, content):
+    samples = found(write(name, content))
+    assert samples[0].prompt == Prompt(0, "1 + 1", "2")
+    assert {sample.parts for sample in samples} == {("text",)}
+    made = [sample.media() for sample in samples]
+    assert [(one.parts, one.text, one.finish) for one in made] == [
+        (("text",), "2", "stop"),
+        (("text",), "three", "length"),
+    ]
+    assert all(name in sample.name for sample in samples)
+
+
+def test_a_text_next_to_a_file_is_metadata_and_a_wrong_text_is_refused():
+    [one] = found(write("t.jsonl", [{"prompt": "x", "image": "a.png", "text": "seen"}]))
+    assert one.parts == ("image",) and one.prompt.metadata == {"text": "seen"}
+    for row in ({"text": 4}, {"text": "4", "finish": "cut"}, {"text": "4", "tokens": "9"}, {"text": "4", "tokens": -1}):
+        message = refusal(write("t.jsonl", [{"prompt": "x"} | row]))
+        assert "t.jsonl:1" in message
+    assert "names no media; expected" in refusal(write("t.jsonl", [{"prompt": "x"}]))
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 @pytest.mark.parametrize("column", ["image", "images"])
 def test_a_table_names_files_of_its_folder_alone(kind, column, folder):

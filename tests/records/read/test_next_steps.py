@@ -9,6 +9,7 @@ from pathlib import Path
 from omni_async import cli
 from omni_async.records.read.next_steps import next_steps, program_as_typed
 from omni_async.records.write.rundir import RunDirectory
+from tests.records.write.sinks.sink_world import about
 
 
 def left(folder: Path, updates: int = 1, checkpoint: str | None = "tensors") -> RunDirectory:
@@ -42,6 +43,12 @@ def test_next_steps_of_a_run(tmp_path, monkeypatch):
     for n, checkpoint in enumerate([None, "groups"]):  # no weights
         assert [words[1] for words in said(left(tmp_path / f"run-{n}", checkpoint=checkpoint))] == ["report"]
     assert said(left(tmp_path / "run", updates=0)) == []
+    run = left(tmp_path / "answers")
+    run.config_yaml.write_text("rollout: {engine: transformers}\n")
+    assert [words[1] for words in said(run)] == ["report"], "no other command knows models that draw tokens"
+    assert "omni-async sample" in about(tmp_path / "a").description
+    description = about(tmp_path / "a", rollout={"engine": "transformers"}).description
+    assert "omni-async sample" not in description and "omni-async report" in description
 
 
 def test_the_program_is_the_one_that_was_started(tmp_path, monkeypatch):

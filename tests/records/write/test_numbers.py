@@ -179,6 +179,15 @@ def test_a_tile_shows_the_image_three_frames_or_the_waveform() -> None:
     assert bright[:10, :192].sum() == 0 and bright[0, 192:].all() and bright[:, :192].sum() == 192
 
 
+def test_a_tile_of_a_text_has_its_first_lines(tmp_path: Path) -> None:
+    short, long, none = (tile(Media(text=text, finish="stop")) for text in ("4", "word " * 5000, ""))
+    assert short.dtype == np.uint8 and short.shape == (28, 384, 3) and long.shape == (204, 384, 3)
+    assert (short > 100).any() and (long[-20:] > 100).any() and (none > 100).sum() > (short > 100).sum()
+    assert not np.array_equal(short, tile(Media(text="7", finish="stop")))
+    assert image_grid([(short, "a caption"), (long, "another")]).width > 2 * 384
+    assert write_media(Media(text="4", finish="stop"), tmp_path / "x") == [] == [*tmp_path.iterdir()]
+
+
 # ---- a vanished gradient ---------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from omni_async.rewards.base import Outage, ScoreError
 from omni_async.rewards.cache import key_of
 from omni_async.rewards.calls import ScorerHangs
 from omni_async.rewards.loaded import LoadedReward
+from omni_async.rewards.scorers.http import HttpScorer
 from omni_async.rewards.scorers.jpeg_size import JpegSizeScorer
 from omni_async.rewards.server.limits import RateLimit
 from omni_async.rewards.server.metrics import Metrics
@@ -88,6 +89,22 @@ def test_every_part_and_all_of_a_prompt_arrive():
         for part in ("image", "video", "audio"):
             assert np.array_equal(getattr(found, part), getattr(media, part))
             assert not getattr(found, part).flags.writeable
+
+
+def test_a_text_arrives_with_its_end_and_has_a_key_of_its_own():
+    texts = [Media(text=text, finish=finish) for text in ("4", "néin \U0001f600") for finish in ("stop", "length")]
+    both = Media(image=MEDIA[0].image, text="4", finish="stop")
+    for form in (wire.MSGPACK, wire.JSON):
+        body = request_of(*(wire.sent_sample(one, PROMPTS[0], None) for one in (*texts, both)), form=form)
+        found = [wire.sample_of(one)[0] for one in wire.decode_request(body, form).samples]
+        assert [(one.text, one.finish) for one in found[:4]] == [(one.text, one.finish) for one in texts]
+        assert found[4].parts == ("image", "text")
+    scorer = HttpScorer(urls=("http://127.0.0.1:1",))
+    keys = [scorer._sample(one, PROMPTS[0]).key for one in (*texts, both, MEDIA[0], texts[0])]
+    assert len(set(keys)) == 6 and keys[0] == keys[-1]
+    for wrong_text, why in (({"text": "x" * (2**20 + 1)}, TOO_LONG), ({"text": "x", "finish": "cut"}, "Invalid enum")):
+        with pytest.raises(wire.WireError, match=why):
+            wire.decode_request(wrong(media={"text": wrong_text}), wire.MSGPACK)
 
 
 def test_the_images_of_a_prompt_arrive_as_bytes_and_never_as_a_path():

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,9 +17,11 @@ import pytest
 
 from omni_async.aio.clock import ManualClock
 from omni_async.commands.scoring.samples import find_samples
+from omni_async.commands.watch.app import _media
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import RunEvent, Shown
 from omni_async.media import Media
+from omni_async.records.read.record import read_run
 from omni_async.records.write.attempts import Fault, read_faults
 from omni_async.records.write.devices import Device
 from omni_async.records.write.rundir import RunDirectory, RunDirectoryError
@@ -301,6 +304,30 @@ def test_sample_files_and_a_full_disk(tmp_path, monkeypatch):
     assert {path.name for path in run.samples.iterdir()} == {"validation-000010.png"}
     said = "samples of validation-000010 were not written: OSError: [Errno 28] No space left on device"
     assert console.notes == [said]
+
+
+def test_texts_are_in_the_grid_and_in_the_table(tmp_path):
+    """They have no files, and `omni-async score` finds them."""
+    calls: list[str] = []
+    sinks = Sinks([RecordingSink(calls)])
+    watcher, run, console, _ = observer(tmp_path, sinks)
+    texts = [Media(text="<b>42</b>\n", finish="stop"), Media(text="", finish="length")]
+    show(watcher, validated(2, *texts))
+    sinks.finish("done")
+    assert {path.name for path in run.samples.iterdir()} == {"validation-000002.png", "validation-000002.jsonl"}
+    assert [call for call in calls if call != "metrics"] == ["validation 2"] and not console.notes
+    found = find_samples([run.path], 100)
+    assert [sample.media().text for sample in found] == ["<b>42</b>\n", ""]
+    assert [sample.media().finish for sample in found] == ["stop", "length"]
+    assert {sample.prompt.text for sample in found} == {"a prompt"}
+    (grid,) = read_run(run.path).grids
+    assert [(tile.text, tile.image, tile.row["reward"]) for tile in grid.tiles] == [
+        ("<b>42</b>\n", None, 1.0),
+        ("", None, 1.0),
+    ]
+    live: Any = SimpleNamespace(run=run, follower=SimpleNamespace(samples={("train", 2)}))
+    (run.samples / "validation-000002.jsonl").rename(run.samples / "train-000002.jsonl")
+    assert _media(live, 2, "a prompt") == [{"text": "<b>42</b>\n"}, {"text": ""}]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def about(folder: Path, goes_on: bool = False, **params: Any) -> About:
         "staleness": {"max_updates": 2},
         "model": {"path": "models/small"},
         "trainer": {"updates": 4},
+        "rollout": {"engine": "diffusers"},
     }
     return About(RunDirectory(folder), sections | params, params, "qwen_image", goes_on)
 

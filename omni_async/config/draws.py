@@ -1,0 +1,59 @@
+"""Refuses settings and commands that do not fit what the model draws, latents or tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from omni_async.config.schema import Config
+from omni_async.config.yaml_text import ConfigError
+from omni_async.plugins.families import PipelineFamily, SamplingSpec
+
+TOKEN_ENGINE = "transformers"  # the engine that draws tokens
+_NO_NOISE = "tokens are not made of noise"
+
+
+def drawn(c: Config) -> Literal["latents", "tokens"] | None:
+    """Return what the recipe's model draws; None if its family is not found.
+
+    An emulated job may name no family; then its engine decides."""
+    if isinstance(spec := c.rollout.sampling, SamplingSpec):
+        return "latents" if spec.most_tokens is None else "tokens"
+    return None if c.emulation is None else "tokens" if c.rollout.engine == TOKEN_ENGINE else "latents"
+
+
+def draws_problems(c: Config) -> Iterator[str]:
+    """Yield error texts for an engine, and for keys, of models that draw something else."""
+    draws, engine, family = drawn(c), c.rollout.engine, f"model.pipeline {c.model.pipeline!r}"
+    if draws == "latents":
+        if engine == TOKEN_ENGINE and c.emulation is None:
+            yield f"rollout.engine: {engine} draws tokens, and {family} draws latents; use vllm_omni or diffusers"
+        if c.weights.kv != "keep":
+            yield "weights.kv: a model that draws latents keeps no keys and values; remove it"
+    if draws != "tokens":
+        return
+    if c.emulation is not None:
+        yield "emulation: profiles have no times of tokens, which this model draws; remove the section"
+    if engine != TOKEN_ENGINE:
+        yield f"rollout.engine: {engine} draws latents, and {family} draws tokens; use {TOKEN_ENGINE}"
+    rollout = c.rollout
+    for key, given, why in (
+        ("share_initial_noise", rollout.share_initial_noise, _NO_NOISE),
+        ("share_prefix", rollout.share_prefix, _NO_NOISE),
+        ("offload", rollout.offload, "a model that draws tokens has no text encoders"),
+        ("buckets", rollout.buckets, "answers have no size, and every group is drawn with rollout.sampling"),
+    ):
+        if given:
+            yield f"rollout.{key}: {why}; remove it"
+
+
+def require_latents(drawing: Config | PipelineFamily, command: str) -> None:
+    """Raise ConfigError if a model draws tokens.
+
+    Args:
+        drawing: its recipe or its family.
+        command: the command that knows only models that draw latents."""
+    draws = drawing.draws if isinstance(drawing, PipelineFamily) else drawn(drawing)
+    if draws == "tokens":
+        name = drawing.name if isinstance(drawing, PipelineFamily) else drawing.model.pipeline
+        raise ConfigError(f"model.pipeline: {name!r} draws tokens, and {command} supports only latents so far")
