@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from omni_async.rewards.scorers import math_process
 from omni_async.rewards.scorers.text_answers import Tag, TextScorer, content_of, target_of, text_of
 from omni_async.types import Prompt, Score
 
+_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")  # most targets, which need no time to parse
 _SHOWN = 100
 
 
@@ -47,7 +49,8 @@ class MathAnswerScorer(TextScorer):
     def check_prompt(prompt: Prompt, params: dict[str, Any]) -> str | None:
         """Require a target that math-verify can parse."""
         target = target_of(prompt)
-        return None if math_process.parsed_target(target) else _unparsed(target)
+        is_parsed = _NUMBER.fullmatch(target) or math_process.parsed_target(target)
+        return None if is_parsed else _unparsed(target)
 
     def _score(self, media: Media, prompt: Prompt) -> Score:
         target, text = target_of(prompt), content_of(text_of(media), self._tag)
