@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from typing import Any
 
 from omni_async.aio.clock import Clock, WallClock
@@ -102,11 +103,12 @@ class InProcessCluster(Cluster):
             self._output.close()
 
 
-async def events_of(inputs: RunInputs, run: RunDirectory, clock: Clock) -> list[RunEvent]:
+async def events_of(inputs: RunInputs, run: RunDirectory, clock: Callable[[], Clock]) -> list[RunEvent]:
     """Run a job to its end without a driver, and return everything that happened.
 
-    Recoverable faults are not handled: the first exception of a role is raised."""
-    cluster = InProcessCluster(inputs, run, clock)
+    Recoverable faults are not handled: the first exception of a role is raised. `clock` is called in the event loop,
+    which a clock of virtual time belongs to."""
+    cluster = InProcessCluster(inputs, run, clock())
     events: list[RunEvent] = []
 
     async def watch() -> None:
