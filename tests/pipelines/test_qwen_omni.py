@@ -134,7 +134,7 @@ def test_decoding_equals_a_full_pass(seeing, policy, thinker, prompts):
     found += [policy.decode(components, cache, kept[:, n], position(n, 2)) for n in (3, 4)]
     cache.keep([1])
     again, _ = policy.prefill(components, [prepared], drawn[:1, :4])
-    assert (again.log_softmax(-1) - found[2][1:].log_softmax(-1)).abs().max() <= 1e-6
+    assert (again - found[2][1:]).abs().max() <= 2e-6, "of all tokens, likely or not"
     for number, step in enumerate(found, 2):
         rows = (0, 1, 2) if len(step) == 3 else (2, 0)
         for log_probs, row in zip(step.log_softmax(-1), rows, strict=True):
