@@ -106,7 +106,7 @@ def test_every_mode_and_mean_trains_what_a_loop_over_tokens_does(correction: Any
 def test_masked_tokens_and_answers_leave_the_average(mean: str) -> None:
     """Of k1 alone: a token outside the band takes its part out of the divisor."""
     band = (0.97, 1.03)
-    changes = {"algorithm.correction.mode": "none", "algorithm.correction.k1": list(band)}
+    changes = {"algorithm.correction.mode": "decoupled", "algorithm.correction.k1": list(band)}
     engine = started(**changes, **{"algorithm.token.mean": mean, "algorithm.token.overlong": "mask"})
     groups = groups_of(engine.config)
     world.nudge(engine)
