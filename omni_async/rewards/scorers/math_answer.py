@@ -1,7 +1,7 @@
 """Scores whether a text answer is mathematically equal to the prompt's target, by math-verify.
 
-math-verify runs in a process, see `math_process`, which a comparison that takes too long costs. The next comparison
-starts another.
+math-verify runs in a process, see `math_process`. A comparison that takes too long ends the process, and the next
+comparison starts another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHOWN = 100
 class MathAnswerScorer(TextScorer):
     """A scorer with value 1 if the answer equals the target, else 0.
 
-    The target is a formula in LaTeX, with or without delimiters. Of an answer, math-verify reads the last formula in
+    The target is a formula in LaTeX, with or without delimiters. math-verify reads an answer's last formula in
     `\\boxed{}`, else after "answer", else at all. `tag`: only the content of the last `<tag>...</tag>` is the answer,
     and it is read as a target is. An answer that math-verify cannot parse or compare is wrong. `limit_s`: seconds of
     CPU time of a comparison; ScoreError if it takes longer.
