@@ -24,7 +24,7 @@ from omni_async.config import Config
 from omni_async.config.layout import ParallelLayout
 from omni_async.config.redact import with_secrets
 from omni_async.control.coordinator import Coordinator
-from omni_async.diffusion.policy import load_policy
+from omni_async.diffusion.policy import Policy, load_policy
 from omni_async.plugins.programs import find_program
 from omni_async.plugins.services import Service, ServiceSite, find_service
 from omni_async.records.write.ledger_file import JsonlSink
@@ -40,7 +40,7 @@ from omni_async.roles.rank import Rank
 from omni_async.roles.rewarder import Rewarder
 from omni_async.rollout.calls import Program
 from omni_async.store import ObjectStore
-from omni_async.tokens.policy import load_token_policy
+from omni_async.tokens.policy import TokenPolicy, load_token_policy
 from omni_async.weights.transport import build_receiver, build_sender
 from omni_async.worker import COORDINATOR, ROLLOUT, TRAINER, Worker
 
@@ -225,6 +225,7 @@ def _rank(context: WorkerContext, rank: int) -> Rank:
 
             device = torch.device("cpu")
         family, path = context.inputs.family, config.model.path
+        policy: Policy | TokenPolicy
         policy = load_token_policy(family, path) if family.draws == "tokens" else load_policy(family, path)
         return TrainEngine(config, policy, layout, device)
 

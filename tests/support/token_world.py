@@ -87,11 +87,12 @@ class ToyThinker(nn.Module):
         self.layers = nn.ModuleList(ToyLayer() for _ in range(2))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def embedded(self, ids: Tensor, positions: Tensor, media: Mapping[str, Tensor]) -> Tensor:
+    def embedded(self, ids: Tensor, positions: Tensor, media: Mapping[str, Tensor], answers: Tensor) -> Tensor:
+        """`answers` (B, L) bool are the tokens of answers, where IMAGE is a token like any other."""
         x = self.embed(ids)
         if "pixel_values" in media:
             images = self.tower(media["pixel_values"]).to(x.dtype)
-            x = x.masked_scatter((ids == IMAGE)[..., None], images)
+            x = x.masked_scatter(((ids == IMAGE) & ~answers)[..., None], images)
         angles = positions[..., None] * torch.logspace(0, -2, WIDTH // 2, dtype=torch.float64, device=ids.device)
         return x + torch.cat([angles.sin(), angles.cos()], dim=-1).to(x.dtype)
 
@@ -107,7 +108,8 @@ class ToyThinker(nn.Module):
     def forward(self, packed: Packed, temperature: float) -> Tensor:
         sequence = (packed.places == 0).cumsum(0)
         causal = torch.ones(len(sequence), len(sequence), dtype=torch.bool, device=sequence.device).tril()
-        x = self.embedded(packed.ids[None], packed.positions[:1], packed.media)
+        answers = torch.zeros_like(packed.ids, dtype=torch.bool).index_fill(0, packed.at + 1, True)
+        x = self.embedded(packed.ids[None], packed.positions[:1], packed.media, answers[None])
         x = self.hidden(x, causal & (sequence[:, None] == sequence), [])
         return log_probs_of(x[0, packed.at], self.head.weight, packed.targets, temperature)
 
@@ -166,7 +168,8 @@ class ToyTokenPolicy:
         media = {}
         if with_media := [one for one in prompts if one.media]:
             media["pixel_values"] = torch.cat([one.media["pixel_values"] for one in with_media]).to(device)
-        x = thinker.embedded(torch.stack(rows).to(device), places.expand(len(rows), -1), media)
+        drawn = (places >= len(prompts[0].ids)).expand(len(rows), -1)
+        x = thinker.embedded(torch.stack(rows).to(device), places.expand(len(rows), -1), media, drawn)
         cache = ToyCache([])
         hidden = thinker.hidden(x, places[:, None] >= places, cache.layers)
         return thinker.head(hidden[:, -1]).float(), cache
@@ -174,7 +177,7 @@ class ToyTokenPolicy:
     @torch.no_grad()
     def decode(self, components: Mapping[str, nn.Module], cache: ToyCache, tokens: Tensor, positions: Tensor) -> Tensor:
         thinker = _thinker(components)
-        x = thinker.embedded(tokens[:, None], positions[:, None], {})
+        x = thinker.embedded(tokens[:, None], positions[:, None], {}, torch.ones_like(tokens[:, None]).bool())
         logits: Tensor = thinker.head(thinker.hidden(x, None, cache.layers)[:, -1]).float()
         return logits
 
@@ -218,7 +221,8 @@ def alone(thinker: nn.Module, prepared: Prepared, tokens: Tensor, temperature: f
     assert isinstance(thinker, ToyThinker)
     ids = torch.cat([prepared.ids, tokens.long()])
     places = torch.arange(len(ids))
-    hidden = thinker.hidden(thinker.embedded(ids[None], places[None], prepared.media), places[:, None] >= places, [])
+    embedded = thinker.embedded(ids[None], places[None], prepared.media, places[None] >= len(prepared.ids))
+    hidden = thinker.hidden(embedded, places[:, None] >= places, [])
     logits = thinker.head(hidden[0, len(prepared.ids) - 1 : -1]) / temperature
     return logits.log_softmax(-1).gather(1, tokens.long()[:, None])[:, 0]
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
@@ -81,7 +82,6 @@ def test_two_ranks_train_what_one_trains() -> None:
         assert found[0][name]["digest0"] == expected["digest0"]
         assert found[0][name]["published"] == expected["published"]
         for number, drifts in enumerate(expected["drifts"]):
-            layout = world.ParallelLayout(0, 2)
             shares = [rank[name]["drifts"][number] for rank in found]
-            for ours, theirs in zip(layout.in_order(shares, 3, 3 * number), drifts, strict=True):
+            for ours, theirs in zip(ParallelLayout(0, 2).in_order(shares, 3, 3 * number), drifts, strict=True):
                 assert ours.log_ratio == pytest.approx(theirs.log_ratio, abs=1e-6)

@@ -25,6 +25,7 @@ from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Lora
 from omni_async.diffusion.policy import BuildsEmpty, Foreseeable, Policy
 from omni_async.plugins.backends import find_backend
+from omni_async.tokens.policy import TokenPolicy
 from omni_async.training.auxiliary import inject_adapters
 from omni_async.training.backends.fsdp2 import cast_inputs
 from omni_async.training.groups import GroupBatch
@@ -57,7 +58,7 @@ class _Empty:
 class _MetaBackend(ModuleBackend):
     """A rank's model on the meta device, with weights in FSDP2's compute dtype."""
 
-    def loading(self, policy: Policy, dtype: torch.dtype) -> Loading:
+    def loading(self, policy: Policy | TokenPolicy, dtype: torch.dtype) -> Loading:
         assert isinstance(policy, BuildsEmpty)
         return _Empty(policy, dtype)
 
