@@ -264,7 +264,7 @@ def _on_final(name: str, summary: str, kind: str = "forward", **options: Any) ->
 
 
 def _on_tokens(name: str, summary: str, **options: Any) -> Objective:
-    usual = {"homogeneous": _no_kl, "auxiliary": _reference}
+    usual: dict[str, Any] = {"homogeneous": _no_kl, "auxiliary": _reference}
     return Objective(
         name, summary, "token", f"omni_async.algorithms.objectives.token:{name}", TOKENS, **{**usual, **options}
     )

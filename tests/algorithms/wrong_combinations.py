@@ -139,10 +139,6 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     # tokens
     (TOKEN[:1], "rollout.sde: token_grpo trains the tokens of answers ... set rollout.sde: null"),
     (
-        (*TOKEN, "rollout.calls=2", "rollout.program={name: refine}"),
-        "rollout.calls: token_grpo trains the tokens ... got 2",
-    ),
-    (
         (*TOKEN, "algorithm.clip_range_nats=0.2"),
         "algorithm.clip_range_nats: ... in nats already; set algorithm.clip_range",
     ),
