@@ -185,7 +185,8 @@ class InProcessEngine(ABC):
         self._swap_pending()
         outcomes: dict[int, Trajectory | Exception] = {}
         try:
-            outcomes.update(self._generate(batch) if batch else ())  # keeps all that precede an error
+            if batch:
+                outcomes.update(self._generate(batch))  # keeps all that precede an error
         except Exception as error:  # noqa: BLE001 - any error goes to every caller of the batch
             failure = self._as_engine_error(error)
             return [outcomes.get(row, failure) for row in range(len(batch))]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from omni_async.diffusion.components import named_parameters
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.transformers_engine import TransformersEngine, draw
 from omni_async.training.loading import WholeModel
@@ -18,6 +19,7 @@ from tests.rollout.token_answers import (
     Pausing,
     answers,
     check_answer,
+    contents,
     continued,
     make_request,
     running,
@@ -66,7 +68,7 @@ async def test_answers_agree_with_the_policy(models):
         check_answer(policy, request, one, continued(policy, models, request, one))
     assert {one.media.finish for one in made} == {"stop", "length"}
     [bare] = await answers(policy, [ask(0, fields=())])
-    assert not bare.tensors.keys() and bare.media == made[0].media
+    assert not bare.tensors.keys() and contents(bare) == contents(made[0])
 
 
 @pytest.mark.parametrize("images", [0, 2])
@@ -128,9 +130,10 @@ async def test_frozen_weights_stay_and_the_digest_is_of_all_others(models):
     engine = TransformersEngine("engine", policy, dtype=torch.float32, max_batch=1, device="cpu")
     trainers = WholeModel(policy, torch.float32).digest(torch.float32)
     assert (await engine.start()).digest == trainers == publish(0, weights)[0].digest
-    tower = policy.load_components(torch.float32)["thinker"].tower[0].weight
-    await engine.stage(*publish(1, weights | {"thinker.tower.0.weight": torch.zeros_like(tower)}))
-    with pytest.raises(EngineError, match=r"version 1 could not be loaded: .*'thinker.tower.0.weight'"):
+    await engine.stage(*publish(1, dict(named_parameters(models[1]))))
+    with pytest.raises(
+        EngineError, match=r"version 1 could not be loaded: .*'thinker\.tower\.\S+ is .*, expected nothing"
+    ):
         await engine.swap(1)
     await engine.close()
 
@@ -176,7 +179,7 @@ async def test_answers_that_end_leave_the_batch():
 
 async def test_no_answer_is_lost_in_a_hundred_swaps(models):
     policy = Talkative()
-    requests = [ask(number, images=number % 2, of=number % 6) for number in range(120)]
+    requests = [ask(number, images=number % 2, of=number % 6) for number in range(60)]
     async with running(policy, max_batch=4, kv="recompute") as engine:
         in_flight = asyncio.create_task(together(engine, requests))
         for version in range(1, 101):

@@ -16,7 +16,8 @@ from omni_async.algorithms.registry import TOKENS
 from omni_async.diffusion.components import named_parameters
 from omni_async.rollout.base import Trajectory
 from omni_async.rollout.transformers_engine import TransformersEngine
-from omni_async.tokens.policy import Packed, Prepared, TokenPolicy, is_frozen
+from omni_async.tokens.packing import Answered, pack
+from omni_async.tokens.policy import TokenPolicy, is_frozen
 from omni_async.types import Prompt, SampleRequest
 from tests.support.patience import PATIENCE
 
@@ -100,20 +101,11 @@ def versions(policy: TokenPolicy, number: int, scale: float) -> Models:
 # ---- log-probs of an answer, computed another way --------------------------------------------------------------------
 
 
-def packed_alone(prompt: Prepared, tokens: Tensor) -> Packed:
-    """Packs a prompt with its answer up to its last token, which predicts none."""
-    first, number = len(prompt.ids), len(tokens)
-    places = torch.arange(first + number - 1)
-    of_answer = prompt.next_position + torch.arange(number - 1).expand(len(prompt.positions), -1)
-    positions = torch.cat([prompt.positions, of_answer], dim=1)
-    return Packed(torch.cat([prompt.ids, tokens[:-1]]), places, positions, places[first - 1 :], tokens, prompt.media)
-
-
 @torch.no_grad()
 def whole(policy: TokenPolicy, models: Models, request: SampleRequest, made: Trajectory) -> Tensor:
     """Computes each token's log-prob from its whole context, by a forward pass of the version that drew it."""
     prompt, tokens = policy.prepare(request.prompt, request.spec), made.tensors["tokens"].long()
-    packed = packed_alone(prompt, tokens)
+    packed = pack([Answered(prompt, tokens)])
     of_version = {v: policy.log_probs(models[v], packed, request.spec.temperature) for v in set(made.versions)}
     return torch.stack([of_version[version][k] for k, version in enumerate(made.versions)])
 
@@ -146,9 +138,14 @@ def check_answer(
     assert not set(tokens[:-1]) & set(policy.stop_tokens), "it ends at its first stop token"
     stopped = tokens[-1] in policy.stop_tokens
     assert stopped or len(tokens) == request.spec.most_tokens
-    assert (made.media.text, made.media.finish) == (policy.text(tokens), "stop" if stopped else "length")
+    assert contents(made) == (policy.text(tokens), "stop" if stopped else "length", len(tokens))
     assert_close(fields["log_probs"], log_probs, rtol=0, atol=bound)
 
 
+def contents(made: Trajectory) -> tuple[Any, ...]:
+    return made.media.text, made.media.finish, made.media.tokens
+
+
 def same_bits(one: Trajectory, other: Trajectory) -> bool:
-    return one.media == other.media and all(torch.equal(one.tensors[key], other.tensors[key]) for key in TOKENS)
+    fields = (torch.equal(one.tensors[key], other.tensors[key]) for key in TOKENS)
+    return contents(one) == contents(other) and all(fields)
