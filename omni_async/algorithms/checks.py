@@ -45,10 +45,14 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _drawn(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
-    draws, instead = drawn(config), "flow_grpo" if kind.draws == "tokens" else "token_grpo"
+    draws = drawn(config)
     if draws not in (None, kind.draws):
-        model = "an emulated model" if config.model.pipeline is None else f"model.pipeline {config.model.pipeline!r}"
-        yield f"algorithm.name: {objective.name} {kind.summary}, and {model} draws {draws}; use {instead} or another"
+        model = "an emulated model" if config.model.pipeline is None else config.model.pipeline
+        fitting = "flow_grpo" if draws == "latents" else "token_grpo"
+        yield (
+            f"algorithm.name: {objective.name} {kind.summary}, and {model} draws {draws}; use an objective on {draws},"
+            f" such as {fitting}"
+        )
 
 
 def _rows(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:

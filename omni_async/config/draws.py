@@ -7,7 +7,7 @@ from typing import Literal
 
 from omni_async.config.schema import Config
 from omni_async.config.yaml_text import ConfigError
-from omni_async.plugins.families import PipelineFamily, find_family
+from omni_async.plugins.families import PipelineFamily, SamplingSpec
 
 TOKEN_ENGINE = "transformers"  # the engine that draws tokens
 _NO_NOISE = "tokens are not made of noise"
@@ -17,11 +17,8 @@ def drawn(c: Config) -> Literal["latents", "tokens"] | None:
     """Return what the recipe's model draws; None if its family is not found.
 
     An emulated job may name no family; then its engine decides."""
-    if c.model.pipeline is not None:
-        try:
-            return find_family(c.model.pipeline).draws
-        except ValueError:
-            pass
+    if isinstance(spec := c.rollout.sampling, SamplingSpec):
+        return "latents" if spec.most_tokens is None else "tokens"
     return None if c.emulation is None else "tokens" if c.rollout.engine == TOKEN_ENGINE else "latents"
 
 

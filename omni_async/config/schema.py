@@ -82,8 +82,8 @@ class Model(Section, kw_only=True, frozen=True):
     """Model family, a name of the entry-point group `omni_async.pipelines`; null: the family of the checkpoint at
     `model.path`."""
     path: Plain
-    """Checkpoint folder in diffusers or transformers layout, relative to the recipe's folder; or `owner/name` of a model
-    hub if this machine's cache has it."""
+    """Checkpoint folder in diffusers or transformers layout, relative to the recipe's folder; or `owner/name` of a
+    model hub if this machine's cache has it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the engines' weights, and of the trainer's compute."""
     lora: Lora | None = None

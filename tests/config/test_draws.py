@@ -92,8 +92,8 @@ def test_what_does_not_fit_latents_is_one_line(recipe: Path, override: str, expe
         load(recipe, [*latents, override])
     token = load(recipe, [*latents[:2], "rollout.sde=null"])
     assert next(problems(token)) == (
-        "algorithm.name: token_grpo trains the tokens of answers, and model.pipeline 'qwen_image' draws latents; use"
-        " flow_grpo or another"
+        "algorithm.name: token_grpo trains the tokens of answers, and qwen_image draws latents; use an objective on"
+        " latents, such as flow_grpo"
     )
 
 
@@ -190,7 +190,7 @@ def test_a_checkpoints_content_is_compared_whatever_files_hold_it(tmp_path: Path
         ("sample", "RECIPE_MODEL", "--prompt", "x"),
         ("eval", "RUN"),
         ("export", "RUN", "--out", "exported"),
-        ("init", "--model", "RECIPE_MODEL", "--prompts", "PROMPTS"),
+        ("init", "my.yaml", "--model", "RECIPE_MODEL", "--prompts", "PROMPTS"),
     ],
     ids=" ".join,
 )

@@ -196,8 +196,12 @@ def _text_of(where: str, row: dict[str, Any]) -> Media | None:
     """Take a sample's text out of its row; None if it has none. ConfigError begins with `where`."""
     if "text" not in row:
         return None
+    if not isinstance(tokens := row.pop("tokens", None), int | None):
+        raise ConfigError(f"{where}: tokens: expected a whole number, got {repr(tokens)[:200]}")
+    if (finish := row.pop("finish", "stop")) not in ("stop", "length"):
+        raise ConfigError(f"{where}: finish: expected stop or length, got {repr(finish)[:200]}")
     try:
-        return Media(text=row.pop("text"), finish=row.pop("finish", "stop"))
+        return Media(text=row.pop("text"), finish=finish, tokens=tokens)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
 

@@ -111,4 +111,5 @@ def sample_row(prompt: Prompt, media: Media, files: list[Path]) -> dict[str, Any
         row["images"] = [image.path for image in prompt.images]
     if media.text is not None:
         row |= {"text": media.text, "finish": media.finish}
+        row |= {} if media.tokens is None else {"tokens": media.tokens}
     return row | {_PARTS[file.suffix]: file.name for file in files}

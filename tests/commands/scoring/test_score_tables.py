@@ -80,7 +80,7 @@ def test_a_table_names_media_prompts_targets_and_metadata(name, content, folder)
 
 
 TEXTS: list[dict[str, Any]] = [
-    {"prompt": "1 + 1", "target": "2", "text": "2"},
+    {"prompt": "1 + 1", "target": "2", "text": "2", "tokens": 4},
     {"prompt": "1 + 2", "target": "3", "text": "three", "finish": "length"},
 ]
 
@@ -108,7 +108,7 @@ def test_a_table_may_hold_texts_in_place_of_files(name, content):
 def test_a_text_next_to_a_file_is_metadata_and_a_wrong_text_is_refused():
     [one] = found(write("t.jsonl", [{"prompt": "x", "image": "a.png", "text": "seen"}]))
     assert one.parts == ("image",) and one.prompt.metadata == {"text": "seen"}
-    for row in ({"text": 4}, {"text": "4", "finish": "cut"}):
+    for row in ({"text": 4}, {"text": "4", "finish": "cut"}, {"text": "4", "tokens": "9"}, {"text": "4", "tokens": -1}):
         message = refusal(write("t.jsonl", [{"prompt": "x"} | row]))
         assert "t.jsonl:1" in message
     assert "names no media; expected" in refusal(write("t.jsonl", [{"prompt": "x"}]))
