@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from omni_async.config import reward as sections
 from omni_async.media import Media
 from omni_async.rewards import registry
 from omni_async.rewards.base import ScoreError, require_scores
@@ -14,7 +15,6 @@ from omni_async.rewards.scorers.exact_match import ExactMatchScorer
 from omni_async.rewards.scorers.overlong import OverlongScorer
 from omni_async.rewards.scorers.pattern import PatternScorer
 from omni_async.types import Prompt, Score
-from tests.rewards.scorer_world import config
 
 ANIMALS = {"options": ["two cats", "A dog.", "3", ".5"]}
 HOSTILE = {
@@ -31,6 +31,10 @@ HOSTILE = {
     "stars": "*(" * 2**18,
     "lead": "the answer is " * 2**16,
 }
+
+
+def config(name, **params):
+    return sections.Scorer(name=name, params=params)
 
 
 def answer(text, tokens=None):
@@ -236,7 +240,7 @@ def test_a_buffer_larger_than_the_answer_is_refused():
 @pytest.fixture(scope="module")
 def mathematician():
     pytest.importorskip("math_verify")
-    built = registry.build(config("math_answer"))
+    built = registry.build(config("math_answer", limit_s=1.0))
     yield built
     built.close()
 
@@ -287,9 +291,8 @@ def test_a_target_that_cannot_be_parsed_is_refused_before_and_when_scoring(mathe
 def test_an_endless_comparison_has_no_score_and_the_next_has_one():
     scorer = registry.build(config("math_answer", limit_s=0.5))
     try:
-        for text in (r"\boxed{9^{9^{9^{9^9}}}}", r"\boxed{123456789^{987654321}}"):
-            with pytest.raises(ScoreError, match=r"takes more than 0.5 s of CPU time \(limit_s\)"):
-                score(scorer, text, "9^{9^9}")
+        with pytest.raises(ScoreError, match=r"takes more than 0.5 s of CPU time \(limit_s\)"):
+            score(scorer, r"\boxed{123456789^{987654321}}", "17")
         assert score(scorer, "7", "7").value == 1.0
     finally:
         scorer.close()
@@ -331,10 +334,16 @@ def test_hostile_answers_are_wrong_and_take_no_time(text):
     assert time.process_time() - began < 20, "they are linear"
 
 
-@pytest.mark.parametrize("text", HOSTILE.values(), ids=[*HOSTILE])
+SHORT = ("control characters", "latex")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [pytest.param(HOSTILE[name], id=name, marks=() if name in SHORT else pytest.mark.thorough) for name in HOSTILE],
+)
 def test_hostile_formulas_are_wrong_or_have_no_score(mathematician, text):
     try:
         assert score(mathematician, text, "17").value == 0.0
     except ScoreError as error:
-        assert "takes more than 5 s" in str(error)
+        assert "takes more than 1 s of CPU time" in str(error)
     assert score(mathematician, "17", "17").value == 1.0

@@ -16,9 +16,9 @@ from omni_async.rewards.base import ScoreError
 from omni_async.rewards.scorers.text_answers import Tag, TextScorer, content_of, plain, target_of, text_of
 from omni_async.types import Prompt, Score
 
-# Each character can be matched in one way only, so that matching takes time linear in the answer's length.
 _LEAD = re.compile(r"(?:the )?(?:correct |right |best |final )?(?:answer|option|choice)(?: is)?+(?:: ?| )")
-_LETTER = re.compile(r"[ (\[*_`\"']*+([a-z])(?:[)\].:,*_`\"' ]++(.*))?", re.DOTALL)
+_LETTER = re.compile(r"[ (\[*_`\"']*+([a-z])")
+_SEPARATORS = frozenset(" )].:,*_`\"'")
 _MOST = len(ascii_uppercase)
 _SHOWN = 100
 
@@ -90,8 +90,10 @@ def _chosen(text: str, options: Sequence[str]) -> int | None:
         spoken = _bare(spoken[lead.end() :])
         if spoken in options:
             return options.index(spoken)
-    named = _LETTER.fullmatch(spoken)
-    if named is None:
+    named = _LETTER.match(spoken)
+    letter = ascii_uppercase.casefold().index(named[1]) if named else len(options)
+    if named is None or letter >= len(options):
         return None
-    letter, rest = ascii_uppercase.casefold().index(named[1]), _bare(named[2] or "")
-    return letter if letter < len(options) and rest in ("", options[letter]) else None
+    rest = spoken[named.end() :]
+    between = rest.removesuffix(options[letter])
+    return letter if _SEPARATORS.issuperset(between) and (between or not rest) else None

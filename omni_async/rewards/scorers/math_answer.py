@@ -1,13 +1,14 @@
 """Scores whether a text answer is mathematically equal to the prompt's target, by math-verify.
 
-math-verify runs in a process, see `math_process`, which a comparison that takes too long costs. The next comparison
-starts another.
+math-verify runs in a process, see `math_process`. A comparison that takes too long ends the process, and the next
+comparison starts another.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -22,13 +23,14 @@ from omni_async.rewards.scorers import math_process
 from omni_async.rewards.scorers.text_answers import Tag, TextScorer, content_of, target_of, text_of
 from omni_async.types import Prompt, Score
 
+_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")  # most targets, which need no time to parse
 _SHOWN = 100
 
 
 class MathAnswerScorer(TextScorer):
     """A scorer with value 1 if the answer equals the target, else 0.
 
-    The target is a formula in LaTeX, with or without delimiters. Of an answer, math-verify reads the last formula in
+    The target is a formula in LaTeX, with or without delimiters. math-verify reads an answer's last formula in
     `\\boxed{}`, else after "answer", else at all. `tag`: only the content of the last `<tag>...</tag>` is the answer,
     and it is read as a target is. An answer that math-verify cannot parse or compare is wrong. `limit_s`: seconds of
     CPU time of a comparison; ScoreError if it takes longer.
@@ -47,7 +49,8 @@ class MathAnswerScorer(TextScorer):
     def check_prompt(prompt: Prompt, params: dict[str, Any]) -> str | None:
         """Require a target that math-verify can parse."""
         target = target_of(prompt)
-        return None if math_process.parsed_target(target) else _unparsed(target)
+        is_parsed = _NUMBER.fullmatch(target) or math_process.parsed_target(target)
+        return None if is_parsed else _unparsed(target)
 
     def _score(self, media: Media, prompt: Prompt) -> Score:
         target, text = target_of(prompt), content_of(text_of(media), self._tag)

@@ -21,8 +21,8 @@ from omni_async.types import Prompt, Score
 class PatternScorer(Scorer):
     """A scorer with value 1 if the answer matches `pattern`, else 0.
 
-    `whole`: the whole answer has to match; otherwise any part of it. The pattern has RE2's syntax, in which `(?s)` lets
-    a dot match line ends, too."""
+    `whole`: the whole answer has to match; otherwise any part of it. The pattern has RE2's syntax: `(?s)` lets a dot
+    match line ends, too."""
 
     name = "pattern"
     accepts = ("text",)

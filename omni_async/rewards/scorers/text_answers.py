@@ -46,14 +46,14 @@ def text_of(media: Media) -> str:
 
 
 def target_of(prompt: Prompt) -> str:
-    """Return the prompt's target; ScoreError if there is none."""
+    """Return the prompt's target; ScoreError without one."""
     if prompt.target is None:
         raise ScoreError("the prompt has no target")
     return prompt.target
 
 
 def content_of(text: str, tag: str | None) -> str | None:
-    """Return the content of the last `<tag>...</tag>` in a text, None if there is none; the text if `tag` is None."""
+    """Return the content of the last `<tag>...</tag>` in a text, None without one; the text if `tag` is None."""
     if tag is None:
         return text
     end = text.rfind(f"</{tag}>")
