@@ -143,7 +143,7 @@ def test_decoding_equals_a_full_pass(seeing, policy, thinker, prompts):
 
 @pytest.mark.parametrize("system", [None, "Answer with digits."])
 def test_prompts_are_prepared_as_transformers_does(system, policy, theirs, prompts):
-    spec = QwenOmniSampling(system=system)
+    spec = QwenOmniSampling(max_tokens=16, system=system)
     for prompt in prompts:
         content = [{"type": "image", "path": image.path} for image in prompt.images]
         chat = [{"role": "user", "content": [*content, {"type": "text", "text": prompt.text}]}]

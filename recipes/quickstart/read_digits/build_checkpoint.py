@@ -21,6 +21,7 @@ import torch
 from omni_async_pipelines.qwen_omni.policy import QwenOmniPolicy
 from omni_async_pipelines.qwen_omni.sampling import QwenOmniSampling
 from omni_async_pipelines.qwen_omni.thinker import Thinker
+from transformers.utils import logging as transformers_logging
 
 from omni_async.data.image_files import prompt_image
 from omni_async.tokens.packing import Answered, pack
@@ -115,6 +116,7 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=2.0, help="noise of the recipe's images")
     parser.add_argument("--threads", type=int, default=1, help="torch threads; another number changes the last bits")
     args = parser.parse_args()
+    transformers_logging.set_verbosity_error()  # warns of tokens of the talker, which this checkpoint lacks
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)  # Adam's decayed moments become denormal and slow a CPU down several times
     started = time.monotonic()
