@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from omni_async.tokens.head import log_probs_of
 from torch import Tensor
 from transformers import DynamicCache, Qwen2_5OmniThinkerForConditionalGeneration
 
+from omni_async.tokens.head import log_probs_of
 from omni_async.tokens.policy import Packed
 
 
