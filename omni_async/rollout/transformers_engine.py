@@ -209,10 +209,9 @@ def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         The tokens (B,) int64, and their log-probs (B,) float32 in nats; NaN if a row's logits have one."""
     log_probs = logits.log_softmax(-1)
     summed = log_probs.double().exp().cumsum(-1)
-    total = summed[:, -1:]
-    # Rounding may move the product to the total, which no sum exceeds.
-    below = (uniform[:, None] * total).minimum(total.nextafter(torch.zeros_like(total)))
-    tokens = torch.searchsorted(summed, below, right=True).clamp_(max=logits.shape[1] - 1)  # NaN is in no place
+    # Below the last sum even for the largest float64 below 1. NaN is in no place, hence the bound.
+    at = uniform[:, None] * summed[:, -1:]
+    tokens = torch.searchsorted(summed, at, right=True).clamp_(max=logits.shape[1] - 1)
     return tokens[:, 0], log_probs.gather(1, tokens)[:, 0]
 
 
