@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec import ValidationError, convert
-from omni_async.tokens.packing import Answered, pack
 from omni_async_pipelines.qwen_omni.policy import QwenOmniPolicy
 from omni_async_pipelines.qwen_omni.sampling import QwenOmniSampling
 from omni_async_pipelines.qwen_omni.thinker import Thinker
@@ -18,6 +17,7 @@ from torch import Tensor
 from transformers import Qwen2_5OmniThinkerForConditionalGeneration
 
 from omni_async.data.image_files import prompt_image
+from omni_async.tokens.packing import Answered, pack
 from omni_async.types import Prompt, PromptImage
 
 SPEC = QwenOmniSampling(max_tokens=16)
@@ -145,7 +145,7 @@ def test_decoding_equals_a_full_pass(seeing, policy, thinker, prompts):
 def test_prompts_are_prepared_as_transformers_does(system, policy, theirs, prompts):
     spec = QwenOmniSampling(max_tokens=16, system=system)
     for prompt in prompts:
-        content = [{"type": "image", "path": image.path} for image in prompt.images]
+        content = [{"type": "image", "image": Image.open(image.path)} for image in prompt.images]
         chat = [{"role": "user", "content": [*content, {"type": "text", "text": prompt.text}]}]
         if system is not None:
             chat.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
