@@ -217,6 +217,9 @@ def test_a_run_that_was_killed_is_shown_from_its_metrics(tmp_path, capsys, numbe
     assert lines[1].startswith("the last update was 2, at ") and lines[1].endswith(f", {shown}, staleness/mean 0.5")
     assert lines[2] == "validation of version 2: reward 0.520, ocr_exact 0.500"
     assert lines[3].endswith(f"checkpoint.resume={folder} resumes it")
+    RunDirectory(folder).append_metrics(3, {"reward": 0.5, "finished": 3000.0})
+    assert main(["status", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[3].endswith(f"={folder} resumes it, and makes 1 update again")
 
 
 def test_a_run_that_was_killed_counts_the_groups_of_its_ledger_that_were_not_trained(tmp_path, capsys):

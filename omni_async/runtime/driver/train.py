@@ -29,6 +29,7 @@ from omni_async.config import Config, ConfigError
 from omni_async.config.changed import changed
 from omni_async.config.ray_cluster import cluster_address
 from omni_async.config.redact import redact, redact_text
+from omni_async.control.control_state import ControlState
 from omni_async.records.read.next_steps import next_steps
 from omni_async.records.write.attempts import Attempt, Fault
 from omni_async.records.write.console import Console, groups_left_out, validation_lines
@@ -128,6 +129,8 @@ def train(
     run = RunDirectory.create(config, clock) if inputs.run is None else RunDirectory.reopen(inputs.run)
     if inputs.run is None:
         run.append_changes(inputs.start.version, inputs.changes)
+    elif inputs.untouched:
+        _state_resumption(run, inputs.start)
     updates = config.trainer.updates
     log = LogConsole(log_path(run.logs, DRIVER), updates, clock)
     console = Consoles(console or for_stream(sys.stdout, updates, inputs.start.version), log)
@@ -308,10 +311,16 @@ class _Run:
         start = self._inputs.start if point is None else point.state.control
         resume = self._config.checkpoint.resume if point is None else str(point.folder)
         untouched = self._inputs.untouched and not (self._observer is not None and self._observer.owns)
-        if not untouched:
+        if untouched:
+            _state_resumption(self._run, start)
+        else:
             self._run.void_metrics(start.version, start.validated)
         config = replace(self._config, checkpoint=replace(self._config.checkpoint, resume=resume))
         return dataclasses.replace(self._inputs, config=config, start=start, run=self._run.path, untouched=untouched)
+
+
+def _state_resumption(run: RunDirectory, start: ControlState) -> None:
+    run.state_resumption(start.version, start.validated, start.ledger.lines)
 
 
 def _open_sinks(inputs: RunInputs, run: RunDirectory) -> Sinks:
