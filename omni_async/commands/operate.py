@@ -97,6 +97,8 @@ def operate(options: argparse.Namespace) -> int:
     except ControlError as error:
         raise ConfigError(str(error)) from None
     if request.stop:
+        if "doing" in status:  # no session is alive that could save anything
+            return _say([f"the run stops without a further checkpoint: it is {one_line(str(status['doing']))}"])
         return _say(["the run stops after it has written a checkpoint"])
     if getattr(options, "json", False):
         return _say([json.dumps(status, indent=2)])

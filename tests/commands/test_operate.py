@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from omni_async.cli import main
+from omni_async.commands import operate
 from omni_async.control.rounds import Round
 from omni_async.records.write.rundir import RunDirectory, append_jsonl
 from omni_async.records.write.summary import Counters, Status, Summary, write_summary
@@ -118,6 +119,17 @@ def test_the_status_is_a_table_for_people_and_json_for_programs(tmp_path, capsys
     assert "accelerator    memory  of      busy  used by" in lines
     assert "0 NVIDIA H100  41 GiB  80 GiB  97%   rollout-0.2, trainer" in lines
     assert lines[-1] == "faults mended: 3"
+
+
+def test_a_stop_while_a_run_starts(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.yaml").write_text("")
+    for answer, said in (
+        ({}, "the run stops after it has written a checkpoint\n"),
+        ({"doing": "starting Ray"}, "the run stops without a further checkpoint: it is starting Ray\n"),
+    ):
+        monkeypatch.setattr(operate, "ask", lambda *_, answer=answer, **__: answer)
+        assert main(["stop", str(tmp_path)]) == 0
+        assert capsys.readouterr().out == said
 
 
 @pytest.mark.parametrize("command", ["status", "scale rollout=2", "stop"])

@@ -174,7 +174,7 @@ class _Run:
             if enabled(self._config.tracking):
                 self._opening = asyncio.create_task(in_daemon_thread(_open_sinks, self._inputs, self._run))
             async with ControlSocket(self._run.control) as control:
-                control.stop = interrupted.set
+                control.stop = interrupted.request
                 try:
                     ending = await unless(interrupted.at_once.wait(), self._attempts(interrupted, control))
                 except Stopped:
@@ -228,6 +228,7 @@ class _Run:
             if ending.lost is None or interrupted.is_set():
                 return ending
             found = self._clock.now()
+            interrupted.starting = "starting again"
             try:
                 pause = self._restarts.pause("the run", ending.lost)
                 inputs = await in_daemon_thread(self._from_last_checkpoint)
@@ -252,23 +253,21 @@ class _Run:
         ending = Ending()
         cluster: Cluster | None = None
         try:
-            if self._config.run.runtime == "ray":
-                joined = cluster_address(self._config.run)
-                self._phase(control, f"joining Ray at {joined.address}" if joined else "starting Ray")
-            cluster = await in_daemon_thread(build_cluster, inputs, self._run, attempt)
+            on_ray = self._config.run.runtime == "ray"
+            # Without Ray, building the roles imports the libraries of their models, which takes seconds.
+            self._begin(control, interrupted, self._reaching() if on_ray else self._loading(inputs))
+            building = in_daemon_thread(build_cluster, inputs, self._run, attempt)
+            cluster = await unless(interrupted.wait(), building)
+            cluster.tell = self._console.phase
             await unless(interrupted.wait(), cluster.connect())
             listen(interrupted)
-            offline = self._config.data.preferences is not None
-            engines = "engines, scorers" if self._config.scored else "engines"
-            models = "the encoders of the pairs" if offline else engines
-            loading = f"loading {models} and the trainer (up to a minute)"
-            self._phase(control, loading if inputs.profile is None else "starting the emulated devices")
+            if on_ray:
+                self._begin(control, interrupted, self._loading(inputs))
             await unless(interrupted.wait(), cluster.start())
             listen(interrupted)  # loading models, or libraries, may install signal handlers in this process
-            if self._opening is not None:
-                self._sinks = await self._opening
-                for address in self._sinks.live:
-                    self._console.phase(address)
+            await self._open_trackers(control, interrupted)
+            interrupted.starting = None
+            offline = self._config.data.preferences is not None
             self._console.phase("reading the first preference pairs" if offline else "generating the first samples")
             if self._observer is None:
                 self._observer = self._observe(inputs)
@@ -293,8 +292,29 @@ class _Run:
                 await _close_cluster(cluster, _SOON_S if is_cancelled() else None)
         return ending
 
-    def _phase(self, control: ControlSocket, text: str) -> None:
-        control.doing = text
+    def _reaching(self) -> str:
+        joined = cluster_address(self._config.run)
+        return f"joining Ray at {joined.address}" if joined else "starting Ray"
+
+    def _loading(self, inputs: RunInputs) -> str:
+        if inputs.profile is not None:
+            return "starting the emulated devices"
+        engines = "engines, scorers" if self._config.scored else "engines"
+        models = engines if self._config.data.preferences is None else "the encoders of the pairs"
+        return f"loading {models} and the trainer (up to a minute)"
+
+    async def _open_trackers(self, control: ControlSocket, interrupted: Interruption) -> None:
+        if self._opening is None:
+            return
+        if not self._opening.done():
+            self._begin(control, interrupted, "connecting to the trackers")
+        self._sinks = await unless(interrupted.wait(), asyncio.shield(self._opening))
+        for address in self._sinks.live:
+            self._console.phase(address)
+
+    def _begin(self, control: ControlSocket, interrupted: Interruption, text: str) -> None:
+        """Show a step of the start, to `omni-async status` and after a signal as well."""
+        control.doing = interrupted.starting = text
         self._console.phase(text)
 
     def _from_last_checkpoint(self) -> RunInputs:
