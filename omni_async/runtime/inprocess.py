@@ -58,7 +58,9 @@ class InProcessCluster(Cluster):
         # One after the other: diffusers and transformers patch torch.nn.Module while they load, for every thread of the
         # process. Reward workers first: a wrong scorer is reported before models load.
         working = sorted(self._at_work(), key=lambda found: found[1].starts_last)
-        for name, _ in working:
+        for name, spec in working:
+            if self._inputs.profile is None:  # emulated devices load nothing
+                self.tell(f"{name}: {spec.loading}")
             await self._ready(name, self._actors[name])
 
     async def _start_late(self, name: str) -> Any:
