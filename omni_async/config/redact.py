@@ -32,7 +32,6 @@ _SECRET_KEY = re.compile(
     rf"|.*(?:(?:{_OF_KEYS})_?keys?|secrets?|tokens?|passwords?|passwd|passphrases?|credentials?|signature)",
     re.IGNORECASE,
 )
-_SECTION = frozenset({"mean", "overlong"})  # the keys of `algorithm.token`
 _USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")
 
 # A name before an equals sign. In a query, more names mean a secret: `?key=`, `?AWSAccessKeyId=`, `?token_v2=`. The
@@ -47,9 +46,7 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 def is_secret_key(key: str, value: Any = "") -> bool:
     """Return whether `value` is a credential by its key: `hf_token`, `X-Api-Key`, `headers[Authorization]`.
 
-    Under `tokens` and `max_tokens` texts are credentials, and numbers are counts. `algorithm.token` is a section."""
-    if isinstance(value, dict) and value and value.keys() <= _SECTION:
-        return False
+    Under `tokens` and `max_tokens` texts are credentials, and numbers are counts."""
     last = re.split(r"[.\[]", key.rstrip("[]"))[-1]
     name = _CAMEL.sub("_", last).replace("-", "_")
     return _SECRET_KEY.fullmatch(name) is not None and (not name.lower().endswith("tokens") or _has_text(value))

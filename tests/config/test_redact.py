@@ -228,11 +228,3 @@ HOSTILE = "?token a. :// token= Bearer &key _token a x= ?x= tokens=1 &tokens=1 -
 def test_hostile_texts_are_linear_work(head: str, piece: str) -> None:
     secrets = ["\\" * 30, "%25%25%25%25", "A" * 30]
     assert growth(lambda length: redact_text(head + piece * (length // len(piece)), secrets), 4_000) < LINEAR
-
-
-def test_the_section_of_tokens_is_no_secret_and_no_other_mapping_hides_behind_its_name():
-    config = load_text(MINIMAL, "algorithm.token.mean=constant")
-    assert redact(msgspec.to_builtins(config))["algorithm"]["token"] == {"mean": "constant", "overlong": "train"}
-    assert secrets_in(msgspec.to_builtins(config)) == frozenset()
-    for hidden in ({"value": "hunter2"}, {"mean": "sequence", "value": "hunter2"}, {}):
-        assert redact({"token": hidden}) == {"token": MASK}
