@@ -53,8 +53,14 @@ class QwenOmniPolicy:
     def processor(self) -> Any:
         """Transformers' processor of the checkpoint, loaded at the first use."""
         from transformers import Qwen2_5OmniProcessor
+        from transformers.utils import logging
 
-        return Qwen2_5OmniProcessor.from_pretrained(self.path, local_files_only=True)
+        before = logging.get_verbosity()
+        logging.set_verbosity_error()  # the talker's configuration, which nothing reads, gives warnings
+        try:
+            return Qwen2_5OmniProcessor.from_pretrained(self.path, local_files_only=True)
+        finally:
+            logging.set_verbosity(before)
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
