@@ -17,6 +17,7 @@ import msgspec
 
 from omni_async.checkpoint.folders import newest_first
 from omni_async.commands.command_line import add_command, newest_run
+from omni_async.commands.emulated import emulated_run
 from omni_async.config import ConfigError
 from omni_async.config.reading import is_within
 from omni_async.config.redact import one_line
@@ -79,6 +80,7 @@ def operate(options: argparse.Namespace) -> int:
         options.run = newest_run(Path("runs"))
     if not (options.run / "config.yaml").is_file():
         raise ConfigError(f"{options.run} is not a run folder")
+    marked = filter(None, [emulated_run(options.run)])
     request = Request(
         scale=_workers(options.workers) if options.command == "scale" else {}, stop=options.command == "stop"
     )
@@ -93,7 +95,7 @@ def operate(options: argparse.Namespace) -> int:
         if options.json:
             return _say([msgspec.json.format(msgspec.json.encode(found), indent=2).decode()])
         left = map(one_line, left_behind_lines(found))
-        return _say([*left, *(() if found.running else next_steps(RunDirectory(options.run)))])
+        return _say([*marked, *left, *(() if found.running else next_steps(RunDirectory(options.run)))])
     except ControlError as error:
         raise ConfigError(str(error)) from None
     if request.stop:
@@ -101,7 +103,7 @@ def operate(options: argparse.Namespace) -> int:
     if getattr(options, "json", False):
         return _say([json.dumps(status, indent=2)])
     try:
-        lines = [*map(one_line, running_lines(status))]
+        lines = [*marked, *map(one_line, running_lines(status))]
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{options.run}: this version does not know its answer: {error!r}; use --json") from None
     return _say(lines)
