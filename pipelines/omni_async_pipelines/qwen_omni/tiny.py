@@ -98,7 +98,9 @@ def build_thinker(tokenizer: Qwen2Tokenizer, *, layers: int = 2, heads: int = 2,
         **{"d_model": 32, "output_dim": hidden},
     }
     # transformers keeps further keys, and its model reads these.
-    vision_tokens: Any = {f"vision_{a}_token_id": token_id(f"<|vision_{b}|>") for a, b in (("start", "bos"), ("end", "eos"))}
+    vision_tokens: Any = {
+        f"vision_{a}_token_id": token_id(f"<|vision_{b}|>") for a, b in (("start", "bos"), ("end", "eos"))
+    }
     config = Qwen2_5OmniThinkerConfig(
         text_config=text_config,
         vision_config=vision_config,

@@ -139,9 +139,13 @@ def test_later_runs_of_a_folder_appear(open_page: OpenPage, several: Served) -> 
 def opened_without(browser: Browser, address: str, path: str) -> tuple[Page, list[Route]]:
     """Opens a page whose requests of a path get no answer; returns them, too."""
     held: list[Route] = []
+
+    def hold(route: Route) -> None:
+        held.append(route)
+
     page = browser.new_context().new_page()
     page.set_default_timeout(1000 * PATIENCE)
-    page.route(path, held.append)
+    page.route(path, hold)
     page.goto(address)
     return page, held
 
