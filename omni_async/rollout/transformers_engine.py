@@ -183,8 +183,8 @@ class TransformersEngine(InProcessEngine):
             "log_probs": torch.tensor(answer.log_probs, dtype=torch.float32),
         }
         ended = answer.tokens[-1] in self._policy.stop_tokens
-        text, finish = self._policy.text(answer.tokens), "stop" if ended else "length"
-        media = Media(text=text, finish=finish, tokens=len(answer.tokens))
+        text = self._policy.text(answer.tokens)
+        media = Media(text=text, finish="stop" if ended else "length", tokens=len(answer.tokens))
         chosen = {name: found[name] for name in answer.request.fields}
         return Trajectory(TensorDict(chosen, batch_size=[]), media, VersionSpans.of(answer.versions), encoded=int(new))
 
