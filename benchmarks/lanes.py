@@ -105,4 +105,4 @@ def _spans(events: Sequence[RunEvent]) -> list[Span]:
 def _emulated(config: Config) -> list[RunEvent]:
     """Run a job in virtual time and return its events."""
     with tempfile.TemporaryDirectory() as folder:
-        return run_in_virtual_time(events_of(preflight(config), RunDirectory(Path(folder)), VirtualClock()))
+        return run_in_virtual_time(events_of(preflight(config), RunDirectory(Path(folder)), VirtualClock))

@@ -222,7 +222,7 @@ def simulate(
         recipe: as for `train`, or a run's folder, whose recipe and measured profile count.
         overrides: as for `train`.
         profile: a profile.json, or the name of a shipped profile; None: the recipe's `emulation.profile`.
-        updates: updates to simulate; None: the recipe's, at least 200.
+        updates: updates to simulate, not for `changes` or a run's folder; None: the recipe's, at least 200.
         seed: of the service times.
         changes: return the gain of single changes instead. A run's folder always has these.
         sweep: return the predictions of every schedule and of several staleness budgets instead.
@@ -234,6 +234,8 @@ def simulate(
     if changes or of_run:
         if sweep:
             raise ConfigError(f"sweep: not for {'the folder of a run' if of_run else 'changes'}; leave it out")
+        if updates is not None:
+            raise ConfigError("updates: not for changes or the folder of a run, which have their own; leave it out")
         job, _ = measured_job(recipe, texts, profile)
         return _outside_loop(lambda: what_if(*job[:3], **job.comparison, seed=seed))
     config, found = job_of(recipe, texts, profile)

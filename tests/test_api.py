@@ -284,3 +284,5 @@ def test_simulations_are_those_of_the_command(emulated: Path) -> None:
     assert yaml.safe_load(emulated.read_text())["trainer"]["updates"] == 3
     with pytest.raises(omni_async.ConfigError, match=r"^updates: a simulation"):
         omni_async.simulate(tree, updates=1)
+    with pytest.raises(omni_async.ConfigError, match=r"^updates: not for changes"):
+        omni_async.simulate(tree, updates=40, changes=True)

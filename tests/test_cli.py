@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ import yaml
 import omni_async
 from omni_async import cli
 from omni_async.algorithms.registry import find_objective, objective_names
+from omni_async.commands import check
 from omni_async.commands.list_names import LISTED
 from omni_async.config import load
 from omni_async.performance.profile import write_profile
@@ -61,7 +63,7 @@ def test_list(capsys):
     lines = {line[:16].strip(): line[16:] for line in shown.splitlines() if not line.startswith(" ")}
     names = ["model families", "engines", "backends", "transitions", "scorers", "roles", "programs", "algorithms"]
     assert list(lines) == names
-    assert lines["engines"] == "vllm_omni, diffusers, emulated"
+    assert lines["engines"] == "vllm_omni, diffusers, transformers, emulated"
     assert lines["backends"] == "fsdp2, plain"
     assert lines["transitions"] == "flow, cps, dance"
     assert lines["scorers"] == ", ".join(registry.names())
@@ -118,6 +120,43 @@ def test_check_prints_the_configuration(recipe, tmp_path, capsys):
     assert yaml.safe_load(shown)["trainer"]["optimizer"]["name"] == "adamw"  # every default is there
 
 
+def test_check_ends_with_a_verdict(recipe, monkeypatch, capsys):
+    """The warnings that it counts are printed just before; phases are only for a terminal."""
+    assert cli.main(["check", recipe, "staleness.max_updates=1"]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-2:] == [
+        "# ready to run, with no warnings: 4 updates of 2 groups x 2 samples, each at most S = 1 update old",
+        "# workers on 3 CPUs: rollout 1, reward 1, trainer 1",
+    ]
+    assert said.err == ""
+    monkeypatch.setattr(sys, "stdout", both := _Terminal())
+    monkeypatch.setattr(sys, "stderr", both)
+    assert cli.main(["check", recipe, f"validation={{prompts: {Path(recipe).with_name('prompts.txt')}}}"]) == 0
+    first, second, third, *_, warning, ready, workers = both.getvalue().splitlines()
+    assert first == "omni-async: reading and checking the prompts in prompts.txt"
+    assert second == "omni-async: reading and checking the validation prompts in prompts.txt"
+    assert third == "omni-async: trying the scorers"
+    assert warning.startswith("omni-async: warning: validation.prompts: 2 of 2 prompts are in data.prompts too")
+    assert ready.startswith("# ready to run, with 1 warning: ") and workers.startswith("# workers on ")
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("name", "ready", "workers"),
+    [
+        ("emulated/qwen_image_lora_h800.yaml", "groups x ", "emulated accelerators: rollout "),
+        ("quickstart/algorithms/diffusion_dpo_offline.yaml", " preference pairs", "CPUs: reader 1, trainer 1"),
+    ],
+)
+def test_the_verdict_on_other_jobs(name, ready, workers):
+    first, second = check._verdict(load(ROOT / "recipes" / name), 2)
+    assert first.startswith("# ready to run, with 2 warnings: ") and ready in first and workers in second
+
+
 def test_check_does_not_print_a_scorers_output(tmp_path, monkeypatch, capsys):
     scores = "class X:\n    def score(self, images, prompts): return [Score(value=0.5)] * len(images)\n"
     (tmp_path / "printing_scorer.py").write_text(f"print('hello')\nfrom omni_async.types import Score\n{scores}")
@@ -127,6 +166,21 @@ def test_check_does_not_print_a_scorers_output(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr()
     assert said.err == "hello\n"
     assert yaml.safe_load(said.out)["reward"]["scorers"][0]["name"] == "printing_scorer:X"
+
+
+# ---- train -----------------------------------------------------------------------------------------------------------
+
+
+def test_train_names_the_prompts_before_the_run_has_a_folder(recipe, tmp_path, monkeypatch, capsys):
+    shown: list[str] = []
+
+    def train(*_, **__):
+        shown.append(capsys.readouterr().out)
+        raise SinkUnusableError("no room")
+
+    monkeypatch.setattr(runtime, "train", train)
+    assert cli.main(["train", recipe]) == 2
+    assert shown == ["reading and checking the prompts in prompts.txt\n"]
 
 
 # ---- refusals and exit codes -----------------------------------------------------------------------------------------

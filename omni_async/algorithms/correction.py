@@ -208,10 +208,11 @@ def normaliser(corrected: Corrected, settings: Correction, share: Tensor | None 
         settings: `algorithm.correction`.
         share: (N, W) float64, the coefficient of each row in a weighted mean over rows, such as 1 / length of its
             answer; a row counts as its share instead of 1. None: equal shares."""
+    equal = share is None and corrected.valid is None
     share = torch.ones_like(corrected.weight) if share is None else share
     if corrected.valid is not None:
         share = torch.where(corrected.valid, share, 0.0)
-    rows = share.sum().item()
+    rows = float(share.numel()) if equal else share.sum().item()  # without waiting for the device
     if settings.normalises:
         return rows, (share * (corrected.weight if settings.denominator == "kept" else corrected.unmasked)).sum().item()
     return rows, (share * corrected.kept).sum().item() if settings.denominator == "kept" else rows

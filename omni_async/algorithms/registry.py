@@ -233,10 +233,10 @@ def _distill_problems(config: Config) -> Iterator[str]:
 
 
 def _gspo_problems(config: Config) -> Iterator[str]:
-    if config.algorithm.token.mean != "sequence":
+    if config.algorithm.answers.mean != "sequence":
         yield (
-            "algorithm.token.mean: token_gspo has one ratio for an answer, which its tokens share; use sequence, got"
-            f" {config.algorithm.token.mean}"
+            "algorithm.answers.mean: token_gspo has one ratio for an answer, which its tokens share; use sequence, got"
+            f" {config.algorithm.answers.mean}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Counts the answers, or tokens, that `algorithm.token.mean` averages over, when some of them are masked."""
+"""Counts the answers, or tokens, that `algorithm.answers.mean` averages over, when some of them are masked."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from omni_async.algorithms.correction import Corrected, normaliser
-from omni_async.config.algorithm import Correction, Token
+from omni_async.config.algorithm import Answers, Correction
 
 
 def counted(
-    settings: Token,
+    settings: Answers,
     correction: Correction,
     lengths: Tensor,
     most_tokens: Tensor,
@@ -24,7 +24,7 @@ def counted(
     weights every token counts as its weight.
 
     Args:
-        settings: `algorithm.token`.
+        settings: `algorithm.answers`.
         correction: `algorithm.correction`.
         lengths: (N,) int64, the tokens of each answer.
         most_tokens: (N,) int64, the largest number of tokens that each answer could have.

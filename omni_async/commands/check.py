@@ -7,14 +7,19 @@ import contextlib
 import sys
 from typing import Any
 
+from msgspec.structs import replace
+
 from omni_async.commands.command_line import add_command, add_recipe, print_error, print_line
-from omni_async.config import load, resolved_yaml
+from omni_async.config import Config, load, resolved_yaml
+from omni_async.config.role_table import roles_of
+from omni_async.config.schedule import num_devices
+from omni_async.worker import COORDINATOR
 
 _CHECK = """\
 Validate a recipe without starting anything: its values, its checkpoint folder, every line of its prompt files, its
 scorers' parameters and what they need of each prompt. Scorers are loaded and score a synthetic sample (not with
---no-probe). Then print the recipe with every default filled in. The output is itself a recipe (with credentials
-masked):
+--no-probe). Then print the recipe with every default filled in, the warnings, and whether it can run. The output is
+itself a recipe (with credentials masked):
 
   omni-async check recipes/quickstart/quickstart.yaml
   omni-async check recipes/quickstart/quickstart.yaml trainer.updates=5 > short.yaml
@@ -27,6 +32,9 @@ published model of that name:
   omni-async check recipes/qwen_image_ocr/flow_grpo_full.yaml --device h200 trainer.workers=4
   omni-async check recipes/wan22_dance/dance_grpo.yaml --device 48
 """
+
+
+_WARNING = "warning: "
 
 
 def add_check(commands: Any) -> None:
@@ -52,16 +60,43 @@ def check(options: argparse.Namespace) -> int:
     from omni_async.runtime.preflight.check import preflight
 
     with contextlib.redirect_stdout(sys.stderr):  # the output of a scorer's module is no part of the recipe
-        inputs = preflight(config)
-    for note in inputs.notes:
-        if note.startswith("warning: "):
-            print_error(note)
-    answers: list[str] = []
+        inputs = preflight(config, tell=_show)
+    notes, answers = [note for note in inputs.notes if note.startswith(_WARNING)], list[str]()
     if not options.no_probe:
         from omni_async.runtime.preflight.scorers import try_scorers
 
+        _show("trying the scorers")
         tried = try_scorers(inputs)
-        for note in tried.notes:
-            print_error(note)
+        notes += tried.notes
         answers = [f"# {line}" for line in tried.answers]
-    return print_line("\n".join([resolved_yaml(config).rstrip(), *answers]))
+    print_line("\n".join([resolved_yaml(config).rstrip(), *answers]))
+    # A terminal shows the end of so many lines.
+    for note in notes:
+        print_error(note)
+    return print_line("\n".join(_verdict(config, sum(note.startswith(_WARNING) for note in notes))))
+
+
+def _show(text: str) -> None:
+    """Show a phase to a person; a log gets only results and warnings."""
+    if sys.stderr.isatty():
+        print_error(text)
+
+
+def _verdict(config: Config, warnings: int) -> list[str]:
+    """Return the result for a recipe that passed every check, as comments below the recipe."""
+    counted = f"{warnings} warning{'s' * (warnings != 1)}" if warnings else "no warnings"
+    trainer, budget = config.trainer, config.staleness.max_updates
+    groups = f"{trainer.groups_per_update} groups x {config.rollout.group_size} samples"
+    batch = f"{groups}, each at most S = {budget} update{'s' * (budget != 1)} old"
+    if config.data.preferences is not None:
+        batch = f"{trainer.groups_per_update} preference pairs"
+    # One emulated rank stands for all.
+    job = replace(config, emulation=None)
+    workers = {role: len(spec.workers(job)) for role, spec in roles_of(job).items() if role != COORDINATOR}
+    shown = ", ".join(f"{role} {number}" for role, number in workers.items() if number)
+    has_accelerators = any(resources.gpus for resources in config.resources.values())
+    kind = f"{'emulated ' * (config.emulation is not None)}{'accelerators' if has_accelerators else 'CPUs'}"
+    return [
+        f"# ready to run, with {counted}: {trainer.updates} updates of {batch}",
+        f"# workers on {num_devices(config):g} {kind}: {shown}",
+    ]

@@ -15,8 +15,9 @@ from typing import Any
 
 import msgspec
 
-from omni_async.checkpoint.folders import newest_first
+from omni_async.checkpoint.folders import newest_first, version_of
 from omni_async.commands.command_line import add_command, newest_run
+from omni_async.commands.emulated import emulated_run
 from omni_async.config import ConfigError
 from omni_async.config.reading import is_within
 from omni_async.config.redact import one_line
@@ -79,6 +80,7 @@ def operate(options: argparse.Namespace) -> int:
         options.run = newest_run(Path("runs"))
     if not (options.run / "config.yaml").is_file():
         raise ConfigError(f"{options.run} is not a run folder")
+    marked = filter(None, [emulated_run(options.run)])
     request = Request(
         scale=_workers(options.workers) if options.command == "scale" else {}, stop=options.command == "stop"
     )
@@ -93,15 +95,17 @@ def operate(options: argparse.Namespace) -> int:
         if options.json:
             return _say([msgspec.json.format(msgspec.json.encode(found), indent=2).decode()])
         left = map(one_line, left_behind_lines(found))
-        return _say([*left, *(() if found.running else next_steps(RunDirectory(options.run)))])
+        return _say([*marked, *left, *(() if found.running else next_steps(RunDirectory(options.run)))])
     except ControlError as error:
         raise ConfigError(str(error)) from None
     if request.stop:
+        if "doing" in status:  # no session is alive that could save anything
+            return _say([f"the run stops without a further checkpoint: it is {one_line(str(status['doing']))}"])
         return _say(["the run stops after it has written a checkpoint"])
     if getattr(options, "json", False):
         return _say([json.dumps(status, indent=2)])
     try:
-        lines = [*map(one_line, running_lines(status))]
+        lines = [*marked, *map(one_line, running_lines(status))]
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{options.run}: this version does not know its answer: {error!r}; use --json") from None
     return _say(lines)
@@ -229,7 +233,8 @@ class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
     update: the last update in its metrics, 0 without one; numbers: that update's.
     checkpoint: the newest folder.
     ended: groups by ending, and reject_reasons, drop_reasons: the reasons, from the ledger.
-    unread: why some lines of the ledger are not counted; None: all are counted."""
+    unread: why some lines of the ledger are not counted; None: all are counted.
+    resumes_from: the update that a running attempt continues from, until its first update; later ones do not count."""
 
     run: str
     running: bool
@@ -243,15 +248,17 @@ class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
     reject_reasons: dict[str, int] = {}
     drop_reasons: dict[str, int] = {}
     unread: str | None = None
+    resumes_from: int | None = None
 
 
 def left_behind(folder: Path) -> LeftBehind:
     """Read the run's files. Raises ConfigError, one line, if they cannot be read."""
     run = RunDirectory(folder)
+    resumption = run.resumption()
     try:
-        summary = read_summary(run.summary) if os.path.lexists(run.summary) else None
+        summary = read_summary(run.summary) if os.path.lexists(run.summary) and resumption is None else None
         rounds, last = _measured(run)
-        ended = _endings(run)
+        ended = _endings(run, None if resumption is None else resumption.groups)
     except (OSError, ValueError, RecursionError) as error:
         where = f"{Path(error.filename).name}: " if isinstance(error, OSError) and error.filename else ""
         raise ConfigError(f"{folder}: its summary or metrics cannot be read: {where}{reason_of(error)}") from None
@@ -266,6 +273,7 @@ def left_behind(folder: Path) -> LeftBehind:
         numbers={name: last[name] for name in (*learned, "staleness/mean", "images_per_s") if name in last},
         validation=ValidationPoint.of(rounds[-1]) if rounds else None,
         **ended,
+        resumes_from=None if resumption is None else resumption.update,
         checkpoint=next((str(path) for path in newest_first(run.checkpoints) if is_within(path, folder)), None),
     )
 
@@ -282,10 +290,12 @@ def _measured(run: RunDirectory) -> tuple[list[Round], dict[str, float]]:
     return read_rounds(rounds), last
 
 
-def _endings(run: RunDirectory) -> dict[str, Any]:
-    """Return the endings of groups and their reasons from the ledger, and why some of its lines are not counted."""
+def _endings(run: RunDirectory, lines: int | None) -> dict[str, Any]:
+    """Return the endings of groups and their reasons from the ledger, and why some of its lines are not counted.
+
+    `lines`: how many count; None: all."""
     entries, unread = read_foreign(run.ledger, LedgerEntry, run.path)
-    counts = dict(zip(("ended", "reject_reasons", "drop_reasons"), ended_groups(entries), strict=True))
+    counts = dict(zip(("ended", "reject_reasons", "drop_reasons"), ended_groups(entries[:lines]), strict=True))
     return {**counts, "unread": unread}
 
 
@@ -296,6 +306,8 @@ def left_behind_lines(found: LeftBehind) -> list[str]:
     running = "it is running, but does not answer from here: it may be starting or ending, or run on another machine"
     killed = "it is not running, and it left no summary: it was killed, or the machine went down"
     lines = [f"{found.run}: {running if found.running else killed}"]
+    if found.resumes_from is not None:
+        lines.append(f"it resumes from update {found.resumes_from}, and makes later updates again")
     if not found.update:
         lines.append("no update was made")
     else:
@@ -340,4 +352,7 @@ def _goes_on(found: LeftBehind) -> list[str]:
         return ["it left no checkpoint to resume from"]
     more = " and a larger trainer.updates" if found.summary is not None and found.summary.status == "done" else ""
     way = f"the same recipe with checkpoint.resume={Path(found.checkpoint).parents[1]}{more} resumes it"
-    return [f"its newest checkpoint is {found.checkpoint}; {way}"]
+    version = version_of(Path(found.checkpoint))
+    lost = 0 if version is None else found.update - version
+    again = f", and makes {lost} update{'s' * (lost != 1)} again" if lost > 0 else ""
+    return [f"its newest checkpoint is {found.checkpoint}; {way}{again}"]

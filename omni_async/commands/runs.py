@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from omni_async.commands.command_line import add_command, print_line
+from omni_async.commands.emulated import emulated_run
 from omni_async.config import ConfigError
 from omni_async.config.redact import one_line
 from omni_async.records.read.record import reason_of
@@ -50,4 +51,5 @@ def runs(options: argparse.Namespace) -> int:
 
 def _row(one: ListedRun, now: float) -> list[str]:
     numbers = ["" if value is None else f"{value:.3f}" for value in (one.reward, one.validation)]
-    return [one_line(one.run, 200), one.status, str(one.update), *numbers, f"{duration(now - one.began)} ago"]
+    status = f"{one.status}, emulated" if emulated_run(Path(one.path)) else one.status
+    return [one_line(one.run, 200), status, str(one.update), *numbers, f"{duration(now - one.began)} ago"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_async.commands.command_line import add_command, live_bar, positive, require_writable, write_json
+from omni_async.commands.emulated import emulated
 from omni_async.config import Config, ConfigError, load
 from omni_async.config.draws import require_latents
 from omni_async.config.load import inputs_of
@@ -107,11 +108,12 @@ def simulate_recipe(options: argparse.Namespace) -> int:
     from omni_async.simulation.report import show, show_sweep
     from omni_async.simulation.simulate import simulate
 
-    console = Console(width=max(_NARROWEST, Console().width), highlight=False)
+    console = Console(width=max(_NARROWEST, Console().width), highlight=False, markup=False)
     samples = config.trainer.groups_per_update * config.rollout.group_size
     console.print(
-        f"{options.recipe}: profile {profile.name}; {samples} samples an update; {config.rollout.workers} engines,"
-        f" {config.reward.workers} reward workers, {config.trainer.workers} trainer ranks"
+        f"{options.recipe}: simulated with the times of profile {profile.name}: nothing is generated, scored or"
+        f" trained; {samples} samples an update; {config.rollout.workers} engines, {config.reward.workers} reward"
+        f" workers, {config.trainer.workers} trainer ranks"
     )
     if config.validation is not None:
         console.print("validation rounds are left out")
@@ -188,7 +190,10 @@ def _what_if(options: argparse.Namespace) -> int:
     with live_bar("{task.description}", "bar", total=100) as bar:
         progress = None if bar is None else lambda made, jobs, name: bar(name, 100 * made // jobs)
         found = what_if(*run[:3], **run.comparison, seed=options.seed, progress=progress)
-    show_what_if(Console(width=max(_NARROWEST, Console().width), highlight=False), found)
+    console = Console(width=max(_NARROWEST, Console().width), highlight=False, markup=False)
+    if options.recipe.is_dir() and (marked := emulated(msgspec.to_builtins(run.config))):
+        console.print(f"{options.recipe}: {marked}", soft_wrap=True)
+    show_what_if(console, found)
     return write_json(options.json, msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
 
 
@@ -227,6 +232,8 @@ def _jobs(config: Config, options: argparse.Namespace) -> tuple[list[tuple[str, 
         found = arms(config)
         problems = [f"{arm.name}: left out: {arm.problem}" for arm in found if arm.problem is not None]
         chosen = [(arm.name, arm.config, updates) for arm in found if arm.problem is None]
+        if not chosen:
+            raise ConfigError(f"--sweep: the recipe runs under no schedule; {problems[0]}")
     try:
         in_bundles(config, 1 if options.bundle is None else options.bundle)
         for _, job, updates in chosen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING, Any
 
 from omni_async.commands.command_line import add_command, add_recipe, print_error, print_line
@@ -54,9 +55,11 @@ def problems_of(summary: Summary) -> list[str]:
 
 def run_to_its_end(config: Config, **hooks: Any) -> Summary:
     """Check a recipe and run it. `hooks`: arguments of the driver's `train`. Raises ConfigError, one line."""
+    from omni_async.records.write.console import LineConsole
     from omni_async.runtime.preflight.check import preflight
 
-    inputs = preflight(config)
+    # There is no run yet, and no live display, that could show the phases.
+    inputs = preflight(config, tell=LineConsole(sys.stdout, config.trainer.updates).phase)
 
     from omni_async.records.write.rundir import RunDirectoryError
     from omni_async.records.write.sinks.base import SinkUnusableError

@@ -234,7 +234,7 @@ class Dpo(Section, kw_only=True, frozen=True):
     """Use beta / 2 (flow_grpo, VeRL-Omni) instead of beta (diffusers)."""
 
 
-class Token(Section, kw_only=True, frozen=True):
+class Answers(Section, kw_only=True, frozen=True):
     """Objectives on the tokens of answers."""
 
     mean: Literal["sequence", "token", "constant"] = "sequence"
@@ -319,7 +319,7 @@ class Algorithm(Section, kw_only=True, frozen=True):
     """awm."""
     dpo: Dpo = Dpo()
     """diffusion_dpo."""
-    token: Token = Token()
+    answers: Answers = Answers()
     """token_grpo, token_gspo, token_cispo."""
     settings: Any = msgspec.field(default_factory=dict)
     """Settings of an objective of another package, which defines the keys; `omni-async list` shows them."""

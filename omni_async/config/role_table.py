@@ -182,6 +182,7 @@ BUILT_IN = (
         in_sequence_groups=True,
         services={"publisher": "run_publisher"},
         long_calls=frozenset({"admit"}),
+        loading="loading its model",
     ),
 )
 

@@ -199,7 +199,7 @@ class Update:
             return normaliser(corrected, self.config.correction)
         specs, algorithm = self.config.rollout.specs, self.config.algorithm
         most = torch.tensor([specs[group.bucket].most_tokens for group in self.groups for _ in self._chosen(group)])
-        return counted(algorithm.token, self.config.correction, lengths, most, corrected)
+        return counted(algorithm.answers, self.config.correction, lengths, most, corrected)
 
     # ---- rewards -----------------------------------------------------------------------------------------------------
 

@@ -42,16 +42,15 @@ class Trajectory:
       means               (W, *shape) float32: transition means under the policy that took the step
       final               (*shape) float32: the last latents, which were decoded to the media
       conditioning        a nested TensorDict, the policy's
-    With latents it also contains sigmas (N + 1,) float32 and steps (W,) int64. `versions`: the versions that took the
-    denoising steps, trained or not.
+    With latents it also contains sigmas (N + 1,) float32 and steps (W,) int64.
 
     The fields of an answer of T tokens to a prompt of P tokens:
       prompt              (P,) int32: the prompt's tokens, as the model read them
       tokens              (T,) int32: the answer's, the end token included if the model ended it
       log_probs           (T,) float32: of each token in nats, at the recipe's temperature, under what drew it
-    `versions` has the version that drew each token.
 
-    `encoded`: how many prompts were encoded for it; `shared_steps`: how many denoising steps another sample took for it
+    `versions`: the versions that took the denoising steps, trained or not, or that drew the tokens. `encoded`: how many
+    prompts were encoded for it; `shared_steps`: how many denoising steps another sample took for it
     (`SampleResult`)."""
 
     tensors: TensorDict

@@ -183,8 +183,9 @@ class TransformersEngine(InProcessEngine):
             "log_probs": torch.tensor(answer.log_probs, dtype=torch.float32),
         }
         ended = answer.tokens[-1] in self._policy.stop_tokens
-        text, finish = self._policy.text(answer.tokens), "stop" if ended else "length"
-        media = Media(text=text, finish=finish, tokens=len(answer.tokens))
+        media = Media(
+            text=self._policy.text(answer.tokens), finish="stop" if ended else "length", tokens=len(answer.tokens)
+        )
         chosen = {name: found[name] for name in answer.request.fields}
         return Trajectory(TensorDict(chosen, batch_size=[]), media, VersionSpans.of(answer.versions), encoded=int(new))
 
@@ -209,10 +210,9 @@ def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         The tokens (B,) int64, and their log-probs (B,) float32 in nats; NaN if a row's logits have one."""
     log_probs = logits.log_softmax(-1)
     summed = log_probs.double().exp().cumsum(-1)
-    total = summed[:, -1:]
-    # Rounding may move the product to the total, which no sum exceeds.
-    below = (uniform[:, None] * total).minimum(total.nextafter(torch.zeros_like(total)))
-    tokens = torch.searchsorted(summed, below, right=True).clamp_(max=logits.shape[1] - 1)  # NaN is in no place
+    # Below the last sum even for the largest float64 below 1. NaN is in no place, hence the bound.
+    at = uniform[:, None] * summed[:, -1:]
+    tokens = torch.searchsorted(summed, at, right=True).clamp_(max=logits.shape[1] - 1)
     return tokens[:, 0], log_probs.gather(1, tokens)[:, 0]
 
 

@@ -43,10 +43,13 @@ class RunControl(Membership, Protocol):
 
 
 class Cluster(ABC):
-    """The workers of one attempt of a run, by name. `close` frees everything and may be called at any time."""
+    """The workers of one attempt of a run, by name. `close` frees everything and may be called at any time.
+
+    `tell` receives console lines about waits; the driver sets it."""
 
     store: ObjectStore
     stores_die: bool
+    tell: Callable[[str], None]
 
     def __init__(self, inputs: RunInputs, run: RunDirectory) -> None:
         self._inputs = inputs
@@ -54,6 +57,7 @@ class Cluster(ABC):
         self._run = run
         self._table = roles_of(inputs.config)
         self._actors: dict[str, Any] = {}
+        self.tell = lambda text: None
 
     @property
     def coordinator(self) -> RunControl:

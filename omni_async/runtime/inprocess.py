@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from typing import Any
 
 from omni_async.aio.clock import Clock, WallClock
@@ -57,7 +58,9 @@ class InProcessCluster(Cluster):
         # One after the other: diffusers and transformers patch torch.nn.Module while they load, for every thread of the
         # process. Reward workers first: a wrong scorer is reported before models load.
         working = sorted(self._at_work(), key=lambda found: found[1].starts_last)
-        for name, _ in working:
+        for name, spec in working:
+            if self._inputs.profile is None:  # emulated devices load nothing
+                self.tell(f"{name}: {spec.loading}")
             await self._ready(name, self._actors[name])
 
     async def _start_late(self, name: str) -> Any:
@@ -102,11 +105,12 @@ class InProcessCluster(Cluster):
             self._output.close()
 
 
-async def events_of(inputs: RunInputs, run: RunDirectory, clock: Clock) -> list[RunEvent]:
+async def events_of(inputs: RunInputs, run: RunDirectory, clock: Callable[[], Clock]) -> list[RunEvent]:
     """Run a job to its end without a driver, and return everything that happened.
 
-    Recoverable faults are not handled: the first exception of a role is raised."""
-    cluster = InProcessCluster(inputs, run, clock)
+    Recoverable faults are not handled: the first exception of a role is raised. `clock` is called in the event loop,
+    which a clock of virtual time belongs to."""
+    cluster = InProcessCluster(inputs, run, clock())
     events: list[RunEvent] = []
 
     async def watch() -> None:

@@ -3,8 +3,8 @@
 `token_rows` packs answers. The denominator of a token's ratio and its correction are those of `transition_loss`, for a
 token in place of a denoising step. A token's log-prob is exact, in nats, so a sample has one element.
 
-The engine averages the losses over answers. `gradient_normaliser` turns this into the mean of `algorithm.token.mean`
-over the answers that count: those that `algorithm.token.overlong` leaves in the loss, and their unmasked tokens.
+The engine averages the losses over answers. `gradient_normaliser` turns this into the mean of `algorithm.answers.mean`
+over the answers that count: those that `algorithm.answers.overlong` leaves in the loss, and their unmasked tokens.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ class TokenLoss(ComputedLoss):
                 ref_log_prob=reference,
             )
         )
-        masks = self._algorithm.token.overlong == "mask"
+        masks = self._algorithm.answers.overlong == "mask"
         trained = ~rows.overlong if masks else torch.ones_like(rows.overlong)
         loss = torch.where(trained, output.loss, 0.0)
         if counts:
             self._normaliser[0] += len(rows.lengths)
             most = torch.full_like(rows.lengths, _most(group.spec))
-            settings = self._algorithm.token, self._correction
+            settings = self._algorithm.answers, self._correction
             self._normaliser[1] += counted(*settings, rows.lengths, most, corrected, trained)[1]
             self._record(group, rows, value.detach(), nats)
             if corrected is not None:

@@ -12,7 +12,7 @@ from msgspec.structs import replace as changed
 
 from omni_async.algorithms.objectives.base import TokenInputs
 from omni_async.algorithms.registry import BUILT_IN, find_objective
-from omni_async.config.algorithm import Algorithm, Correction, Token
+from omni_async.config.algorithm import Algorithm, Answers, Correction
 
 LENGTHS = [3, 1, 7, 2, 5]
 MEANS = ("sequence", "token", "constant")
@@ -73,7 +73,7 @@ def by_loops(given, terms, algorithm, low, high):
         own = terms(advantage, tokens, low, high, algorithm.dual_clip)
         kl = [math.exp(ref - p) - 1 - (ref - p) for p, _, ref, _ in tokens]
         total = sum(own) + algorithm.kl_coef * sum(kl)
-        losses.append(total / {"sequence": len(tokens), "token": 1, "constant": 10}[algorithm.token.mean])
+        losses.append(total / {"sequence": len(tokens), "token": 1, "constant": 10}[algorithm.answers.mean])
     return torch.tensor(losses, dtype=torch.float64)
 
 
@@ -107,7 +107,7 @@ def test_every_token_objective_is_covered_here():
 @cases
 def test_losses_are_those_of_the_formulas(case, mean, kl_coef):
     algorithm, terms, low, high = CASES[case]
-    algorithm = changed(algorithm, token=Token(mean=mean), kl_coef=kl_coef)
+    algorithm = changed(algorithm, answers=Answers(mean=mean), kl_coef=kl_coef)
     for given in (make_answers(), make_answers(seed=1, weight=None)):
         close(compute(given, algorithm).loss, by_loops(given, terms, algorithm, low, high))
 
@@ -197,7 +197,7 @@ def test_everything_but_log_prob_is_data(case):
 @cases
 @pytest.mark.parametrize("mean", MEANS)
 def test_an_answer_does_not_depend_on_its_batch(case, mean):
-    algorithm, given = changed(CASES[case][0], token=Token(mean=mean)), make_answers()
+    algorithm, given = changed(CASES[case][0], answers=Answers(mean=mean)), make_answers()
     whole, first = compute(given, algorithm), 0
     for i, length in enumerate(LENGTHS):
         own = slice(first, first + length)

@@ -164,7 +164,10 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
         (*CISPO, "algorithm.correction={mode: bypass, k3: 1.0, steps: kept}"),
         "correction.steps: neither the ratio of token_cispo nor a weight ... use algorithm.name: token_gspo",
     ),
-    ((*TOKEN_GSPO, "algorithm.token.mean=token"), "token.mean: token_gspo has one ratio ... use sequence, got token"),
+    (
+        (*TOKEN_GSPO, "algorithm.answers.mean=token"),
+        "answers.mean: token_gspo has one ratio ... use sequence, got token",
+    ),
     (
         (*CISPO, "algorithm.clip_range=[0.2, 0.28]"),
         "clip_range: token_cispo bounds its ratio above ... got [0.2, 0.28]",
@@ -214,12 +217,12 @@ RIGHT: tuple[tuple[str, ...], ...] = (
         *TOKEN,
         "algorithm.clip_range=[0.2, 0.28]",
         "algorithm.dual_clip=10",
-        "algorithm.token={mean: token, overlong: mask}",
+        "algorithm.answers={mean: token, overlong: mask}",
     ),
-    (*TOKEN, "algorithm.advantage.std=none", "algorithm.token.mean=constant", "algorithm.kl_coef=1e-3"),
+    (*TOKEN, "algorithm.advantage.std=none", "algorithm.answers.mean=constant", "algorithm.kl_coef=1e-3"),
     (*TOKEN, "algorithm.correction={mode: interpolated, interpolation: linear, k1: [0.5, 2]}"),
     (*TOKEN, "algorithm.correction={mode: decoupled, weights: tempered, level: trajectory, log_ratio: mean, m2: 0.04}"),
     TOKEN_GSPO,
     (*TOKEN_GSPO, "algorithm.correction={mode: bypass, k3: 1.0, steps: kept}"),
-    (*CISPO, "algorithm.clip_range=3", "algorithm.token.mean=token"),
+    (*CISPO, "algorithm.clip_range=3", "algorithm.answers.mean=token"),
 )

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from omni_async.cli import main
+from omni_async.commands import operate
 from omni_async.control.rounds import Round
 from omni_async.records.write.rundir import RunDirectory, append_jsonl
 from omni_async.records.write.summary import Counters, Status, Summary, write_summary
@@ -120,6 +121,17 @@ def test_the_status_is_a_table_for_people_and_json_for_programs(tmp_path, capsys
     assert lines[-1] == "faults mended: 3"
 
 
+def test_a_stop_while_a_run_starts(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.yaml").write_text("")
+    for answer, said in (
+        ({}, "the run stops after it has written a checkpoint\n"),
+        ({"doing": "starting Ray"}, "the run stops without a further checkpoint: it is starting Ray\n"),
+    ):
+        monkeypatch.setattr(operate, "ask", lambda *_, answer=answer, **__: answer)
+        assert main(["stop", str(tmp_path)]) == 0
+        assert capsys.readouterr().out == said
+
+
 @pytest.mark.parametrize("command", ["status", "scale rollout=2", "stop"])
 def test_a_command_waits_30_s_for_the_answer(tmp_path, monkeypatch, command):
     name, *words = command.split()
@@ -217,6 +229,9 @@ def test_a_run_that_was_killed_is_shown_from_its_metrics(tmp_path, capsys, numbe
     assert lines[1].startswith("the last update was 2, at ") and lines[1].endswith(f", {shown}, staleness/mean 0.5")
     assert lines[2] == "validation of version 2: reward 0.520, ocr_exact 0.500"
     assert lines[3].endswith(f"checkpoint.resume={folder} resumes it")
+    RunDirectory(folder).append_metrics(3, {"reward": 0.5, "finished": 3000.0})
+    assert main(["status", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[3].endswith(f"={folder} resumes it, and makes 1 update again")
 
 
 def test_a_run_that_was_killed_counts_the_groups_of_its_ledger_that_were_not_trained(tmp_path, capsys):

@@ -15,6 +15,7 @@ from omni_async.control.coordinator import Coordinator
 from omni_async.control.reporting import buffer_statistics
 from omni_async.performance.profile import write_profile
 from omni_async.simulation import simulate as module
+from omni_async.simulation import sweep
 from omni_async.simulation.simulate import Steady, simulate
 from omni_async.simulation.sweep import arms, choose_bundle, in_bundles
 from omni_async.simulation.world import Gauge, Meters, Stretches, Window
@@ -233,6 +234,15 @@ def test_the_command_predicts_a_job_whose_files_do_not_exist(capsys: pytest.Capt
     for words in ("this recipe, S = 1", "one stage after the other", "bottleneck: trainer", "backpressured", "slots"):
         assert words in shown, words
     assert "images/s over 4 devices" in shown
+    assert "with the times of profile" in shown and "nothing is generated, scored or trained" in " ".join(shown.split())
+
+
+@pytest.mark.usefixtures("recipe")
+def test_a_profile_s_name_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    profile = msgspec.structs.replace(PROFILE, name="a [bold]name[/red]")
+    write_profile(Path("odd.json"), profile)
+    assert command("--profile odd.json --updates 20") == 0
+    assert "profile a [bold]name[/red]:" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.usefixtures("recipe")
@@ -245,6 +255,15 @@ def test_the_sweep_prints_a_row_per_arm_and_writes_all_numbers(capsys: pytest.Ca
         assert row["name"] in shown
         assert row["bound_fraction"] == pytest.approx(row["law_s"] / row["step_s"])
         assert row["staleness_max"] <= row["staleness_budget"]
+
+
+@pytest.mark.usefixtures("recipe")
+def test_a_sweep_without_a_possible_schedule_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sweep, "check", lambda config: "it has no room")
+    assert command("--profile profile.json --updates 20 --sweep") == 2
+    assert "--sweep: the recipe runs under no schedule; sync: left out: it has no room" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("recipe")

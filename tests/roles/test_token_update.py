@@ -84,7 +84,7 @@ def update(config: Config, groups: list[ReadyGroup]) -> Made:
 @pytest.mark.parametrize("mean", ["sequence", "token", "constant"])
 @pytest.mark.parametrize("std", ["global", "group"])
 def test_streaming_trains_answers_as_collecting_does(std: str, mean: str) -> None:
-    changes = {"algorithm.advantage.std": std, "algorithm.token": {"mean": mean, "overlong": "mask"}}
+    changes = {"algorithm.advantage.std": std, "algorithm.answers": {"mean": mean, "overlong": "mask"}}
     streamed, collected = (config_of(**changes, **{"trainer.streaming": how}) for how in ("on", "off"))
     groups = ready(streamed)
     one, other = update(streamed, groups), update(collected, groups)
@@ -100,7 +100,7 @@ def test_streaming_trains_answers_as_collecting_does(std: str, mean: str) -> Non
 @pytest.mark.parametrize("mean", ["sequence", "token", "constant"])
 def test_weights_of_an_update_are_of_its_tokens_alone(mean: str) -> None:
     """Answers have several lengths, and padding would lower the exponent that the effective sample size needs."""
-    config = config_of(**TEMPERED, **{"algorithm.token.mean": mean, "algorithm.correction.ess_target": 0.99})
+    config = config_of(**TEMPERED, **{"algorithm.answers.mean": mean, "algorithm.correction.ess_target": 0.99})
     groups = ready(config)
     made = update(config, groups)
     thinker = POLICY.load_components(torch.float32)["thinker"]

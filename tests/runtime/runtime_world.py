@@ -217,6 +217,7 @@ class HandCluster:
         self.coordinator: Any = Control()
         self.store: ObjectStore = LocalStore()
         self.closed = False
+        self.tell: Callable[[str], None] = lambda text: None
 
     async def _nothing(self, *_: Any) -> None:
         """Does nothing: there is nothing to reach, and no role listens or has anything to give up."""

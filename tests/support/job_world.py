@@ -250,7 +250,7 @@ def emulate(recipe: Path | Config, *overrides: str, folder: Path | None = None) 
         assert isinstance(recipe, Path)
         folder = recipe.parent / f"run-{len(list(recipe.parent.iterdir()))}"
     folder.mkdir(exist_ok=True)
-    events = run_in_virtual_time(events_of(inputs, RunDirectory(folder), VirtualClock()))
+    events = run_in_virtual_time(events_of(inputs, RunDirectory(folder), VirtualClock))
     made = Emulated(inputs.config, events)
     assert (made.ended["status"], made.ended["reason"]) == ("done", None)
     assert [update["version"] for update in made.updates] == list(range(1, made.config.trainer.updates + 1))

@@ -126,6 +126,6 @@ def test_the_objective_that_the_documentation_writes_is_trained_as_it_is_written
 
 
 def test_a_kind_that_is_not_installed_is_refused_with_the_known_ones():
-    known = r"\['distillation', 'forward', 'preference', 'transition'\]"
+    known = r"\['distillation', 'forward', 'preference', 'token', 'transition'\]"
     with pytest.raises(ValueError, match=rf"expected one of {known}, got 'ends'"):
         find_kind("ends")

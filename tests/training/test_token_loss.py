@@ -64,7 +64,7 @@ def surrogate(config: Config, answer: Answer) -> Tensor:
 
 def mean_of(config: Config, answers: list[Answer], losses: list[Tensor]) -> Tensor:
     """Returns the mean over tokens and answers, without answers that the recipe masks."""
-    token, most = config.algorithm.token, config.rollout.sampling.most_tokens
+    token, most = config.algorithm.answers, config.rollout.sampling.most_tokens
     kept = [i for i, one in enumerate(answers) if token.overlong == "train" or one[1]["tokens"][-1] == END]
     if token.mean == "token":
         return torch.cat([losses[i] for i in kept]).mean()
@@ -85,7 +85,7 @@ def mean_of(config: Config, answers: list[Answer], losses: list[Tensor]) -> Tens
     ids=["bypass", "none", "decoupled", "interpolated"],
 )
 def test_every_mode_and_mean_trains_what_a_loop_over_tokens_does(correction: Any, overlong: str, mean: str) -> None:
-    engine = started(**correction, **{"algorithm.token.mean": mean, "algorithm.token.overlong": overlong})
+    engine = started(**correction, **{"algorithm.answers.mean": mean, "algorithm.answers.overlong": overlong})
     groups = groups_of(engine.config)
     world.nudge(engine)
     thinker = world.model_of(engine)["thinker"]
@@ -107,7 +107,7 @@ def test_masked_tokens_and_answers_leave_the_average(mean: str) -> None:
     """Of k1 alone: a token outside the band takes its part out of the divisor."""
     band = (0.97, 1.03)
     changes = {"algorithm.correction.mode": "decoupled", "algorithm.correction.k1": list(band)}
-    engine = started(**changes, **{"algorithm.token.mean": mean, "algorithm.token.overlong": "mask"})
+    engine = started(**changes, **{"algorithm.answers.mean": mean, "algorithm.answers.overlong": "mask"})
     groups = groups_of(engine.config)
     world.nudge(engine)
     thinker = world.model_of(engine)["thinker"]
@@ -130,12 +130,12 @@ def test_masked_tokens_and_answers_leave_the_average(mean: str) -> None:
 
 @pytest.mark.parametrize("most", [1, 24, 1000])
 def test_rows_of_any_length_give_the_same_gradients(most: int) -> None:
-    engine = started(**{"trainer.micro_batch_tokens": most, "algorithm.token.mean": "token"})
+    engine = started(**{"trainer.micro_batch_tokens": most, "algorithm.answers.mean": "token"})
     groups = groups_of(engine.config)
     rows = sum(1 for group in groups for _ in engine._loss.batches(group))
     assert rows == {1: 8, 1000: 2}.get(most, rows)
     metrics, got = world.trained(engine, *groups)
-    lone = started(**{"trainer.micro_batch_tokens": 1, "algorithm.token.mean": "token"})
+    lone = started(**{"trainer.micro_batch_tokens": 1, "algorithm.answers.mean": "token"})
     expected_metrics, expected = world.trained(lone, *groups)
     world.assert_gradients(got, expected, rtol=1e-5, atol=1e-7)
     assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-6)
@@ -230,7 +230,7 @@ def test_only_answers_of_the_trainers_version_alone_show_the_mismatch() -> None:
 
 
 def test_answers_that_are_all_masked_change_no_weight() -> None:
-    changes = {"algorithm.token.overlong": "mask", "trainer.optimizer.weight_decay": 0}
+    changes = {"algorithm.answers.overlong": "mask", "trainer.optimizer.weight_decay": 0}
     engine = started(ToySampling(max_tokens=1), **changes)
     group = token_group(POLICY, engine.config, 0)
     for one in group.trajectories:

@@ -20,8 +20,8 @@ SGD = {"trainer.optimizer.name": "sgd", "trainer.optimizer.lr": 0.1, "trainer.mi
 LORA = {"rank": 2, "alpha": 8.0, "target_modules": ["qkv", "out"]}
 SETTINGS: dict[str, dict[str, Any]] = {
     "masked": {
-        "algorithm.token.mean": "token",
-        "algorithm.token.overlong": "mask",
+        "algorithm.answers.mean": "token",
+        "algorithm.answers.overlong": "mask",
         "algorithm.kl_coef": 0.1,
         "trainer.gradient_checkpointing": True,
     },

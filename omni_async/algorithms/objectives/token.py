@@ -1,6 +1,6 @@
 """Implements the objectives on the tokens of answers: PPO's clip per token or per answer, or clipped weights.
 
-All numbers per token are float64, in nats. `algorithm.token.mean` selects the average over tokens. The output has a
+All numbers per token are float64, in nats. `algorithm.answers.mean` selects the average over tokens. The output has a
 loss per answer, and the trainer averages over answers:
 
 | mean     | loss of an answer of T tokens                                                | source          |
@@ -102,7 +102,7 @@ def _output(inputs: TokenInputs, algorithm: Algorithm, policy_loss: Tensor, metr
         raise ValueError(f"algorithm.kl_coef is {algorithm.kl_coef} but there is no ref_log_prob to compute the KL to")
     dtype, lengths = inputs.log_prob.dtype, inputs.lengths.to(torch.float64)
     divisors: dict[str, Tensor | float] = {"sequence": lengths, "token": 1.0, "constant": float(inputs.most_tokens)}
-    losses = _sum_by_answer(loss, inputs) / divisors[algorithm.token.mean]
+    losses = _sum_by_answer(loss, inputs) / divisors[algorithm.answers.mean]
     means = _sum_by_answer(torch.stack([*metrics.values()]).detach(), inputs) / lengths
     return ObjectiveOutput(losses.to(dtype), dict(zip(metrics, means.to(dtype), strict=True)))
 

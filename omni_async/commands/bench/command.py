@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from omni_async.commands.command_line import add_command
+from omni_async.commands.command_line import add_command, positive
 from omni_async.config import ConfigError
 
 _BENCH = """\
@@ -39,9 +39,9 @@ out the first max(2, S + 2) and the last S updates of a run.
 The output begins with the answer: the seconds per update that the fastest arm saves over sync, and their causes, such
 as generation overlapped with training. The causes sum to the measured difference; time without an active role is a
 cause. The table has, per arm: seconds per update (median and quartiles over the repeats), the law's and the simulator's
-prediction, images/s over all devices (not for scaled time), speed-ups, the parts of the trainer's time, how busy each
-role was, and the staleness of trained samples. The law uses the profile of emulated devices; otherwise it uses the
-service times measured in the sync arm.
+prediction, trained samples/s over all devices (not for scaled time), speed-ups, the parts of the trainer's time, how
+busy each role was, and the staleness of trained samples. The law uses the profile of emulated devices; otherwise it
+uses the service times measured in the sync arm.
 
 OUT gets overlap.json (everything, each run's numbers included), overlap.html (one file that opens offline), overlap.md,
 overlap.png and runs/. Ctrl-C keeps finished runs, and the same command resumes with the rest. Exit codes: 0 done, 1 a
@@ -76,17 +76,17 @@ def add_bench(commands: Any) -> None:
         metavar="P",
         help="replay this profile on emulated devices: a profile.json, or the name of a shipped one",
     )
-    add("--repeats", type=_positive, default=5, metavar="N", help="rounds, each with one run of every arm (default: 5)")
+    add("--repeats", type=positive, default=5, metavar="N", help="rounds, each with one run of every arm (default: 5)")
     length = overlap.add_mutually_exclusive_group()
     length.add_argument(
         "--updates",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="updates of a run (default: the recipe's, or what the largest S needs)",
     )
     length.add_argument(
         "--steps",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="updates measured in a run, in place of --updates: arms with a small S end sooner",
     )
@@ -152,9 +152,3 @@ def bench(options: argparse.Namespace) -> int:
     written = f"wrote {results}overlap.md, overlap.html{figure} in {folder}; open overlap.html in a browser"
     console.print(written, markup=False, highlight=False, soft_wrap=True)
     return 1 if overlap.failed else 0
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got {text!r}")
-    return int(text)

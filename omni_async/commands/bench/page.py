@@ -9,7 +9,16 @@ import msgspec
 from omni_async import __version__
 from omni_async.commands.bench.comparison import CATEGORIES, answer, compare
 from omni_async.commands.bench.result import Overlap
-from omni_async.commands.bench.table import cause_rows, details, headline, notes, number, rounded, sections
+from omni_async.commands.bench.table import (
+    cause_rows,
+    details,
+    emulated_devices,
+    headline,
+    notes,
+    number,
+    rounded,
+    sections,
+)
 from omni_async.commands.report.blocks import Block, Commands, Fact, Facts, Section, Stack, Stacks, Table, Text
 from omni_async.commands.report.file import one_file
 
@@ -45,17 +54,21 @@ def page_of(overlap: Overlap) -> dict[str, Any]:
 
 
 def _answer(overlap: Overlap) -> Section:
-    blocks: list[Block] = []
+    marked = emulated_devices(overlap)
+    blocks: list[Block] = [Text(f"{marked}.", "warning")] if marked else []
     if (found := answer(compare(overlap))) is not None:
         before, after, saved = rounded([found.before_s, found.after_s, found.before_s - found.after_s])
         spread = f"quartiles {number(found.ratio.low)} to {number(found.ratio.high)}" if found.rounds > 1 else ""
+        of_round, of_all = "", ""
+        if found.rounds > 1:  # the other tiles are of one round, so that they add up
+            of_round, of_all = f", round {found.round + 1}", f", median of {found.rounds} rounds"
         blocks.append(
             Facts(
                 [
-                    Fact("saved per update", f"{saved} s"),
-                    Fact(f"an update of {found.baseline}", f"{before} s"),
-                    Fact(f"an update of {found.arm}", f"{after} s"),
-                    Fact("times as fast", f"{found.ratio.median:.2f}", spread),
+                    Fact(f"saved per update{of_round}", f"{saved} s"),
+                    Fact(f"an update of {found.baseline}{of_round}", f"{before} s"),
+                    Fact(f"an update of {found.arm}{of_round}", f"{after} s"),
+                    Fact(f"times as fast{of_all}", f"{found.ratio.median:.2f}", spread),
                 ]
             )
         )

@@ -18,6 +18,7 @@ from omni_async.commands.bench.comparison import CATEGORIES, WAITS, ArmSummary, 
 from omni_async.commands.bench.plan import BASELINES
 from omni_async.commands.bench.result import Overlap
 from omni_async.commands.command_line import as_markdown
+from omni_async.commands.emulated import emulated
 from omni_async.config.redact import one_line
 from omni_async.config.role_table import WORKING
 
@@ -77,7 +78,7 @@ def sections(overlap: Overlap) -> list[Section]:
     }
     titled: dict[str, Iterable[tuple[str, Cell]]] = {
         "seconds per update": step.items(),
-        "images/s": throughput.items(),
+        "trained samples/s": throughput.items(),
         "devices": [("all roles", lambda s: f"{s.devices:g}")],
         "speed-up over": speedups,
         "where the seconds go": [(text, partial(_category, name)) for name, text in CATEGORIES.items()],
@@ -121,7 +122,7 @@ def saving(found: Speedup) -> str:
 
 
 def details(overlap: Overlap) -> Iterator[str]:
-    """Yield sentences about the answer: its rounds, what the trainer still waits for, and emulated time."""
+    """Yield sentences about the answer: its rounds, and what the trainer still waits for."""
     found = answer(compare(overlap))
     if found is None:
         return
@@ -134,8 +135,12 @@ def details(overlap: Overlap) -> Iterator[str]:
         )
     else:
         yield "This is one round; more (--repeats) show how much the saving varies"
-    if overlap.time_scale != 1:
-        yield f"Devices are emulated: a second of the profile takes {overlap.time_scale:g} s here"
+
+
+def emulated_devices(overlap: Overlap) -> str:
+    """Return a sentence on the emulated devices of the arms; empty if all devices are real."""
+    found = (emulated(arm.config) for arm in overlap.arms if arm.config is not None)
+    return next(filter(None, found), "")
 
 
 def still_waits(found: Speedup) -> str:
@@ -192,6 +197,8 @@ def notes(overlap: Overlap) -> Iterator[str]:
 def markdown(overlap: Overlap) -> str:
     """Return the answer, the table and its notes, aligned for reading as plain text."""
     lines = [f"**{as_markdown(headline(overlap))}**", ""]
+    if marked := emulated_devices(overlap):
+        lines += [f"{as_markdown(marked)}.", ""]
     if (found := answer(compare(overlap))) is not None:
         header, rows = cause_rows(found)
         lines += _aligned([header, *rows])
@@ -223,6 +230,8 @@ def show(overlap: Overlap, console: Console) -> None:
         console.print(markdown(overlap), markup=False, highlight=False, soft_wrap=True)
         return
     console.print(Text(one_line(headline(overlap)), style="bold"), soft_wrap=True)
+    if marked := emulated_devices(overlap):
+        console.print(f"{marked}.", markup=False, highlight=False, soft_wrap=True)
     if (found := answer(compare(overlap))) is not None:
         header, rows = cause_rows(found)
         causes = _table(header)

@@ -52,6 +52,8 @@ def memory_report(config: Config, device: str) -> tuple[str, str | None]:
     devices = judge(found.roles, shared, capacity)
     text = "\n".join(_lines(found, devices, device))
     failed = [one for one in devices if not one.fits]
+    if not failed:
+        text = f"{text}\n\n{_fits(devices, device)}"
     return text, _refusal(failed[0], found.roles, device) if failed else None
 
 
@@ -101,6 +103,15 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         cells = [row[0].ljust(widths[0])]
         cells += [cell if i == 3 and len(row) == 4 else cell.rjust(widths[i]) for i, cell in enumerate(row) if i > 0]
         yield "  ".join(cells).rstrip()
+
+
+def _fits(devices: Sequence[Device], name: str) -> str:
+    """Return the verdict on devices that all fit, by the fullest of them."""
+    fullest = max(devices, key=lambda one: one.nbytes - one.spare)
+    unknown = [role for one in devices for role in one.unknown]
+    verdict = "fits, as far as the models are known" if unknown else fullest.verdict
+    amount = f"{fullest.nbytes / GIB:.1f} of {fullest.capacity / GIB:.1f} GiB"
+    return f"{verdict}: the fullest device ({name}) has {_together(fullest.roles)}, {amount}"
 
 
 def _refusal(device: Device, roles: Sequence[Amount], name: str) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from omni_async.commands.command_line import add_command, require_no_input
+from omni_async.commands.emulated import emulated
 from omni_async.config import ConfigError
 from omni_async.config.reading import real_path
 from omni_async.config.redact import one_line
@@ -70,11 +72,13 @@ def report(options: argparse.Namespace) -> int:
     except OSError as error:
         sys.stderr.write(f"omni-async: --out: cannot write {one_line(str(out))}: {error.strerror or error}\n")
         return 1
+    marked = dict.fromkeys(f"{text}\n" for run in runs if (text := emulated(run.config)))
     what = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-    where = one_line(str(out))
+    where, quoted = one_line(str(out)), one_line(shlex.quote(str(out)))
     sys.stdout.write(
         f"{one_line(page['sections'][0]['title'])}\n"
+        f"{''.join(marked)}"
         f"{where}: {what}, {size_text(len(content))}\n"
-        f"open it in a browser (xdg-open {where}), or send it as it is: it needs no network and no other file\n"
+        f"open it in a browser (xdg-open {quoted}), or send it as it is: it needs no network and no other file\n"
     )
     return 0

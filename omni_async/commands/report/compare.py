@@ -19,6 +19,7 @@ from omni_async.types import finite
 
 ENDS = 5  # updates in a mean of training rewards
 _EQUAL = 1.02  # ratio of times that counts as equal
+_UNLIKE = "Emulated parts of their recipes differ, so neither times nor rewards are comparable."
 _VALIDATION, _TRAINING = "validation reward", "training reward"
 
 
@@ -76,8 +77,16 @@ def comparisons(shown: Sequence[Shown]) -> list[Comparison]:
 
 def compared(before: Arm, after: Arm) -> Comparison:
     """Compare two arms. Each number that the records do not support is None, with the reason in `reasons`."""
+    first, *others = map(_emulation, (*before.runs, *after.runs))
+    if any(one != first for one in others):
+        return Comparison(before, after, _TRAINING, None, None, None, [_UNLIKE])
     reasons: list[str] = []
     metric, reached = _reached(before, after, reasons)
+    devices = _devices(before), _devices(after)
+    if None not in devices and devices[0] != devices[1]:
+        reasons.append(
+            f"Their numbers of devices differ: {devices[0]} for {before.name}, {devices[1]} for {after.name}."
+        )
     times = [_update_s(arm) for arm in (before, after)]
     update_s = None if times[0] is None or times[1] is None else (times[0], times[1])
     return Comparison(before, after, metric, reached, update_s, _final(before, after, reasons), reasons)
@@ -97,6 +106,8 @@ def headline(found: Comparison) -> str:
         if updates is not None and _differ(updates) and (updates[1] < updates[0]) != fast:
             text += f", although an update takes {seconds(updates[fast])} instead of {seconds(updates[not fast])}"
         return text
+    if _UNLIKE in found.reasons:
+        return f"{names[1]} and {names[0]} are not comparable"
     if updates is None:
         return f"Too early to compare {names[1]} with {names[0]}"
     if not _differ(updates):
@@ -160,7 +171,10 @@ def _reached(before: Arm, after: Arm, reasons: list[str]) -> tuple[str, Reached 
     if any(_reward_of(one) != _reward_of(before.runs[0]) for one in (*before.runs, *after.runs)):
         reasons.append("Their rewards are not comparable: scorers or weights differ.")
         return _TRAINING, None
-    for metric, points in ((_VALIDATION, _validated), (_TRAINING, _trained)):
+    if (why := _other_samples(before, after)) is not None:
+        reasons.append(f"Their validation curves are not compared: {why}.")
+    metrics = [(_VALIDATION, _validated)] if why is None else []
+    for metric, points in (*metrics, (_TRAINING, _trained)):
         curves = _curve(before, points), _curve(after, points)
         if min(map(len, curves)) > 1:
             found = same_reward(*curves)
@@ -169,6 +183,16 @@ def _reached(before: Arm, after: Arm, reasons: list[str]) -> tuple[str, Reached 
             return metric, found
     reasons.append("There is no reward that both reached: a curve has fewer than two points.")
     return _TRAINING, None
+
+
+def _other_samples(before: Arm, after: Arm) -> str | None:
+    """Return why the validation rounds of runs with the same seed are not of the same samples; None if they are."""
+    for one, other in _pairs(before, after):
+        rounds = [[each for each in run.run.validation if each.scores] for run in (one, other)]
+        same_seed = one.run.setting("run.seed") == other.run.setting("run.seed")
+        if same_seed and all(rounds) and rounds[0][-1].drawn != rounds[1][-1].drawn:
+            return "their prompts, noise, sampling or scorers differ"
+    return None
 
 
 def same_reward(before: Sequence[Point], after: Sequence[Point]) -> Reached | None:
@@ -199,10 +223,10 @@ def _validated(one: Shown) -> list[Point]:
 
 
 def _trained(one: Shown) -> list[Point]:
-    """Return the mean training reward of each 5 successive updates, at the last of them."""
+    """Return the mean training reward of each 5 successive updates, at the last of them; none without scorers."""
     found = [
         Point(line["update"], at, reward)
-        for line in one.run.updates
+        for line in (one.run.updates if one.is_scored else ())
         if (reward := finite(line.get("reward"))) is not None and (at := finite(line.get("wall_s"))) is not None
     ]
     return [
@@ -236,6 +260,18 @@ def _update_s(arm: Arm) -> float | None:
     return mean(found)
 
 
+def _emulation(one: Shown) -> tuple[object, ...]:
+    """Return what decides whether seconds and rewards of two runs are of the same kind."""
+    scale = one.run.setting("emulation.time_scale", 1) if one.is_emulated else None
+    return scale, one.run.setting("rollout.engine") == "emulated"
+
+
+def _devices(arm: Arm) -> str | None:
+    """Return the numbers of devices of the runs; None without a summary, or for emulated devices."""
+    summaries = [one.run.summary for one in arm.runs if not one.is_emulated]
+    return " or ".join(sorted({f"{found.devices:g}" for found in summaries if found is not None})) or None
+
+
 def _reward_of(one: Shown) -> tuple[object, ...]:
     return tuple(one.run.setting(f"reward.{key}") for key in ("scorers", "combine", "gated"))
 
@@ -258,8 +294,10 @@ def _instead(times: tuple[float, float]) -> str:
 def _final(before: Arm, after: Arm, reasons: list[str]) -> Final | None:
     version = _last_of_both(before, after)
     if version is None:
-        reasons.append("The final rewards are of training: no validation round is of the same update in all runs.")
-        return _final_training(before, after)
+        found = _final_training(before, after)
+        what = "The final rewards are of training" if found is not None else "There is no final reward to compare"
+        reasons.append(f"{what}: no validation round is of the same update in all runs.")
+        return found
     pairs = _pairs(before, after)
     paired = [(_round(one, version), _round(other, version)) for one, other in pairs]
     what = f"{_VALIDATION} after update {version}"
@@ -325,7 +363,9 @@ def _final_training(before: Arm, after: Arm) -> Final | None:
 
 
 def last_updates(one: Shown, first: bool = False) -> Estimate | None:
-    """Return the mean reward of the groups of the last 5 updates, or of the `first` ones; None without any."""
+    """Return the mean reward of the groups of the last 5 updates, or of the `first` ones; None without rewards."""
+    if not one.is_scored:
+        return None
     versions = sorted({line.trained_version for line in one.run.ledger if line.trained_version is not None})
     chosen = {*(versions[:ENDS] if first else versions[-ENDS:])}
     return estimate(

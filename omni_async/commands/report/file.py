@@ -27,7 +27,8 @@ def one_file(page: dict[str, Any]) -> str:
         f'<script type="application/json" id="data">{json_in_html(page)}</script>\n'
         '<script>omniAsync.page.render(JSON.parse(document.getElementById("data").textContent))</script>'
     )
-    text = text.replace("<!-- policy -->", policy).replace("<!-- boot -->", boot)
+    for place, content in {"policy": policy, "loading": "Loading the page ...", "boot": boot}.items():
+        text = text.replace(f"<!-- {place} -->", content)
     return text.replace("<title>omni-async</title>", f"<title>{html.escape(page['title'])} · omni-async</title>")
 
 

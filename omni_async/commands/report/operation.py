@@ -40,7 +40,7 @@ _MOST_ROWS = 1000
 def throughput(shown: Sequence[Shown]) -> Section:
     """Return the section with the speed of the runs."""
     wanted = (
-        ("images_per_s", "Images per second", "1/s", "Training samples per second, over the last 30 seconds."),
+        ("images_per_s", "Samples per second", "1/s", "Generated training samples, over the last 30 seconds."),
         ("update_s", "Seconds per update", "s", "From the start of the update to its end, waiting included."),
     )
     blocks: list[Block] = []
@@ -149,7 +149,7 @@ def _median(lines: Sequence[dict[str, Any]], key: str) -> float | None:
 
 def buffers(shown: Sequence[Shown]) -> Section:
     """Return the section with the fill levels of the bounded buffers."""
-    lead = "A full trajectory buffer holds engines back; a replay buffer that stays empty means the trainer waits."
+    lead = "A full trajectory buffer holds engines back; a full replay buffer holds the admission of groups back."
     return Section("buffers", "Buffers", lead, tabs=tabs(shown, _buffers))
 
 
@@ -167,7 +167,7 @@ def _buffers(one: Shown) -> list[Block]:
             "Replay buffer",
             "groups",
             "buffer.groups",
-            "Places taken by scored groups that wait for the trainer.",
+            "Places taken by groups from their admission until the trainer takes them.",
         ),
         (
             "buffers/bytes_held/max",

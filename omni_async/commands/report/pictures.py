@@ -42,12 +42,13 @@ def samples(shown: Sequence[Shown], address: Callable[[Run], Address] | None = N
     Args:
         shown: the runs.
         address: returns addresses for a run's files; by default the files become part of the page."""
+    is_paired = all(any(grid.kind == "validation" for grid in one.run.grids) for one in shown)
     lead = "The same prompts and the same noise, drawn by the model as it was at each round: what training changed."
 
     def one(run: Shown) -> list[Block]:
         return _one(run.run, _Embedded(run.run.folder.samples) if address is None else address(run.run))
 
-    return Section("samples", "Samples over time", lead, tabs=tabs(shown, one))
+    return Section("samples", "Samples over time", lead if is_paired else "", tabs=tabs(shown, one))
 
 
 def _one(run: Run, address: Address) -> list[Block]:

@@ -30,10 +30,10 @@ def _algorithm(one: Shown) -> Fact:
 
 
 def _model(one: Shown) -> Fact:
-    path, profile = one.run.setting("model.path"), one.run.setting("emulation.profile")
+    path = one.run.setting("model.path")
     detail = _name(path) if isinstance(path, str) else ""
-    if isinstance(profile, str):
-        detail = f"emulated: service times of {_name(profile).removesuffix('.json')}"
+    if one.is_emulated:
+        detail = "not loaded: emulated"
     return Fact("model", _name(one.run.setting("model.pipeline")), detail)
 
 
@@ -48,12 +48,14 @@ def _reward(one: Shown) -> Fact:
     weights = [finite(each.get("weight", 1)) for each in named]
     shown = ", ".join("-" if weight is None else f"{weight:g}" for weight in weights)
     detail = f"weights {shown}"[:_LONGEST] if {*weights} != {1.0} else ""
+    if one.is_emulated:
+        detail = "not called: emulated"
     return Fact("reward", sign.join(names)[: 2 * _LONGEST], detail)
 
 
 def _staleness(one: Shown) -> Fact:
     ages = [age for _, age in ages_of(one)]
-    used = f"used: {sum(ages) / len(ages):.2f} on average, {max(ages)} at most" if ages else "no group was trained yet"
+    used = f"used: {sum(ages) / len(ages):.2f} on average, {max(ages)} at most" if ages else "no group was trained"
     budget = one.run.setting("staleness.max_updates")
     return Fact("staleness", f"S = {budget}" if isinstance(budget, int) else _UNKNOWN, used)
 

@@ -26,6 +26,17 @@ class Shown:
     label: str
     colour: int
 
+    @property
+    def is_emulated(self) -> bool:
+        """Return whether all devices are emulated, so that no model and no scorer ran."""
+        return isinstance(self.run.setting("emulation"), dict)
+
+    @property
+    def is_scored(self) -> bool:
+        """Return whether scorers gave rewards: they score no preference pairs, and a teacher may be alone."""
+        alone = self.run.setting("algorithm.teacher") and not self.run.setting("reward.scorers")
+        return not self.run.setting("data.preferences") and not alone
+
     def has(self, key: str) -> bool:
         """Return whether any update has the metric."""
         return any(key in line for line in self.run.updates)

@@ -35,7 +35,7 @@ def ages_of(one: Shown) -> list[tuple[int, int]]:
 def _one(one: Shown) -> list[Block]:
     trained = ages_of(one)
     if not trained:
-        return [Text("No group was trained yet.", tone="nothing")]
+        return [Text("No group was trained.", tone="nothing")]
     counts = Counter(age for _, age in trained)
     ages = sorted(counts)
     oldest = ages[:_MOST_AGES][-1]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from omni_async.commands.emulated import emulated
 from omni_async.commands.report.blocks import Block, Cell, Fact, Facts, Section, Table, Text
 from omni_async.commands.report.compare import (
     ENDS,
@@ -58,11 +60,23 @@ def verdict(shown: Sequence[Shown]) -> Section:
     seeds = _seeds(shown)
     alone = seeds[0][0] if seeds else f"{len(shown)} runs side by side"
     title = headline(max(found, key=speed_up)) if found else alone
-    blocks: list[Block] = []
+    blocks = emulated_runs(shown)
     for one in found:
         blocks += [*([Text(headline(one))] if len(found) > 1 else []), *comparison_blocks(one)]
     blocks += [Text(text) for _, text in seeds]
     return Section("verdict", title, blocks=blocks, tabs=tabs(shown, _one))
+
+
+def emulated_runs(shown: Sequence[Shown]) -> list[Block]:
+    """Return a warning per kind of emulated runs, with their names if the page has other runs, too."""
+    runs: dict[str, list[str]] = defaultdict(list)
+    for one in shown:
+        if text := emulated(one.run.config):
+            runs[text].append(one.label)
+    return [
+        Text(f"{text}." if len(names) == len(shown) else f"{text}: {', '.join(names)}.", "warning")
+        for text, names in runs.items()
+    ]
 
 
 def result(shown: Sequence[Shown]) -> Section:
@@ -77,10 +91,10 @@ def sentence(one: Shown) -> str:
     """Return a sentence on whether the run learned."""
     made = counted(len(one.run.updates), "update")
     if not one.run.updates:
-        return "No update was made"
+        return "No update yet" if one.run.status == "running" else "No update was made"
     if one.run.setting("data.preferences"):
         return f"Trained on preferences for {made}"
-    if one.run.setting("algorithm.teacher") and not one.run.setting("reward.scorers"):
+    if not one.is_scored:
         return f"Distilled from a teacher for {made}"
     name, change = _decides(one)
     if change is None:
@@ -105,10 +119,11 @@ def _learned(change: Change | None) -> str:
 
 
 def reward_change(one: Shown) -> Change | None:
-    """Compare the groups of the first 5 and the last 5 updates; None with fewer than 10 updates.
+    """Compare the groups of the first 5 and the last 5 updates; None with fewer than 10 updates or without scorers.
 
     A group is one prompt, so the interval includes the differences between prompts."""
-    if len({line.trained_version for line in one.run.ledger if line.trained_version is not None}) < 2 * ENDS:
+    versions = {line.trained_version for line in one.run.ledger if line.trained_version is not None}
+    if not one.is_scored or len(versions) < 2 * ENDS:
         return None
     first, last = last_updates(one, first=True), last_updates(one)
     if first is None or last is None:
@@ -176,7 +191,7 @@ def incomplete_rounds(one: Shown) -> list[Block]:
 
 def _one(one: Shown) -> list[Block]:
     run = one.run
-    blocks: list[Block] = [setup(one)]
+    blocks: list[Block] = [*emulated_runs([one]), setup(one)]
     reason = f" ({run.reason})" if run.reason else ""
     ended = f"The run {_STATUS[run.status]}{reason}, after {counted(len(run.updates), 'update')}"
     planned = run.setting("trainer.updates")
@@ -196,7 +211,7 @@ def _learning(one: Shown) -> list[Fact]:
     if (found := validation_change(one)) is not None:
         rounds = counted(len(one.run.rounds), "round")
         facts.append(_fact("validation reward", found, f"first and last of {rounds}"))
-    if (found := reward_change(one)) is not None and not one.run.setting("data.preferences"):
+    if (found := reward_change(one)) is not None:
         facts.append(_fact("training reward", found, f"first and last {ENDS} updates"))
     return facts
 
@@ -215,14 +230,21 @@ def _pace(one: Shown) -> list[Fact]:
     run, summary = one.run, one.run.summary
     last: dict[str, Any] = run.updates[-1] if run.updates else {}
     wall = summary.wall_s if summary else finite(last.get("wall_s"))
-    images = summary.images if summary else finite(last.get("images"))
+    samples = summary.images if summary else finite(last.get("images"))
     facts = [Fact("time", seconds(wall), "after loading" if summary else "after loading, up to the last update")]
-    if images is not None and wall:
-        facts.append(Fact("images", f"{images:,.0f}", f"{number(images / wall)} per second, training samples"))
-    if summary and wall:
-        what = counted(round(summary.devices), "device")
-        facts.append(Fact("device-hours", number(summary.devices * wall / 3600), f"{what}, those of rewards included"))
+    if samples is not None and wall:
+        rate = summary.images_per_s if summary else samples / wall  # the summary's omits samples of unrecorded time
+        more = "" if one.run.setting("data.preferences") else "; rejected groups included, validation not"
+        facts.append(Fact(_samples(one), f"{samples:,.0f}", f"{number(rate)} per second{more}"))
+    if summary and wall and not one.is_emulated:  # emulated devices do not exist
+        what = f"{summary.devices:g} accelerators, or CPUs without any; those of rewards included"
+        facts.append(Fact("device-hours", number(summary.devices * wall / 3600), what))
     return facts
+
+
+def _samples(one: Shown) -> str:
+    """Name the training samples that a run counts: those of preference pairs are read, all others are generated."""
+    return "samples read" if one.run.setting("data.preferences") else "generated samples"
 
 
 def _endings(one: Shown) -> str:
@@ -249,10 +271,11 @@ def _comparison(shown: Sequence[Shown]) -> Table:
                     f"{number(found.before.mean)} → {number(found.after.mean)}{found.over}" if found else None
                     for found in (rounds, rewards)
                 ),
-                *(pace.get(name) for name in ("time", "images", "device-hours")),
+                *(pace.get(name) for name in ("time", _samples(one), "device-hours")),
             ]
         )
-    columns = ["run", "status", "updates", "validation reward", "training reward", "time", "images", "device-hours"]
+    made = " or ".join(dict.fromkeys(map(_samples, shown)))
+    columns = ["run", "status", "updates", "validation reward", "training reward", "time", made, "device-hours"]
     return Table("comparison", "", columns, rows, "Before and after; the ends of training reward are 5 updates.")
 
 

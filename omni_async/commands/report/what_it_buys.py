@@ -53,7 +53,7 @@ def _sentence(found: WhatIf) -> str:
     if not clear:
         return f"{present} None of these changes buys more than the simulation is sure of."
     best = max(clear, key=lambda one: one.gain)
-    return f"{present} {best.name} would buy the most: {_change(best)} images per second."
+    return f"{present} {best.name} would buy the most: {_change(best)} samples per second."
 
 
 def _change(one: Prospect) -> str:
@@ -66,7 +66,7 @@ def _gains(found: WhatIf) -> Gains:
         for one in found.changes
     ]
     hint = (
-        "Images per second against the run as it is; the thin line is the uncertainty: seeds of the service times, and"
+        "Samples per second against the run as it is; the thin line is the uncertainty: seeds of the service times, and"
         " how far the simulation of the present is from what was measured."
     )
     return Gains("gains", "One change at a time", hint, items)
@@ -76,7 +76,7 @@ def _table(found: WhatIf) -> Table:
     columns = [
         "change",
         "s per update",
-        "images/s",
+        "samples/s",
         "gain",
         "more devices",
         "gain each",

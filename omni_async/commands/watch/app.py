@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import html
 import os
 import re
 import time
@@ -155,8 +156,8 @@ class WatchApp:
         return web.Response(text=text, status=status, content_type="text/html", charset="utf-8", headers=HEADERS)
 
     async def _page(self, request: web.Request) -> web.Response:
-        await self._lives.of(request)
-        return self._html(self._index)
+        run = (await self._lives.of(request)).run.run_id
+        return self._html(self._index.replace("<!-- loading -->", f"Loading {html.escape(one_line(run, 200))} ..."))
 
     async def _folder(self, request: web.Request) -> web.Response:
         return self._html(self._folder_page)

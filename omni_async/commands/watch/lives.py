@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import cancel
+from omni_async.commands.emulated import emulated_run
 from omni_async.commands.watch.guard import Refused
 from omni_async.commands.watch.live import LiveRun
 from omni_async.commands.watch.report_sections import Sections
-from omni_async.records.read.run_list import ListedRun, list_runs
+from omni_async.records.read.run_list import list_runs
 from omni_async.records.write.rundir import RunDirectory
 
 _MOST_OPEN = 8  # runs of a folder that are kept up to date at once
@@ -64,9 +67,13 @@ class Lives:
         _, keeping = self._open.pop(idle)
         await cancel({keeping})
 
-    async def listed(self) -> list[ListedRun]:
-        """Return the runs of the folder, the newest first. Raises OSError."""
-        return await in_daemon_thread(list_runs, self._folder)
+    async def listed(self) -> list[dict[str, Any]]:
+        """Return the runs of the folder, the newest first, and whether each is `emulated`. Raises OSError."""
+        return await in_daemon_thread(self._list)
+
+    def _list(self) -> list[dict[str, Any]]:
+        found = list_runs(self._folder)
+        return [{**msgspec.structs.asdict(one), "emulated": bool(emulated_run(Path(one.path)))} for one in found]
 
     def rest(self, path: str) -> str:
         """Return a request's path within its page, without the leading slash."""

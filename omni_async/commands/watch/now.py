@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from omni_async.commands.emulated import emulated
 from omni_async.commands.report.alerts import alert_blocks
 from omni_async.commands.report.blocks import Axis, Chart, Series, series, thinned
 from omni_async.commands.report.setup import bottleneck
@@ -105,7 +106,9 @@ def now_section(
         actions: recent actions from the page.
         doing: the run's current activity for a button's request."""
     problems, others = ([one for one in alerts if (one.level == "problem") is first] for first in (True, False))
+    marked = emulated(follower.config)
     blocks = [
+        *([{"kind": "text", "text": f"{marked}.", "tone": "warning"}] if marked else []),
         _facts(follower, answer),
         *msgspec.to_builtins(alert_blocks(problems)),
         *_curve(follower),
@@ -153,11 +156,12 @@ def _facts(follower: Follower, answer: Mapping[str, Any] | None) -> Block:
             _fact("Reward", f"{reward:.3f}", "mean of the newest updates" if progress else "of the last update")
         )
     if (rate := last.get("images_per_s")) is not None:
+        made = "read" if "accuracy" in last else "generated"
         items.append(
             _fact(
-                "Images/s",
+                "Samples/s",
                 f"{rate:.3g}",
-                f"{last.get('images', 0):,.0f} up to the last update",
+                f"{last.get('images', 0):,.0f} {made} for training up to the last update",
             )
         )
     if (age := last.get("staleness/mean")) is not None:

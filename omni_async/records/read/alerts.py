@@ -143,11 +143,12 @@ def mismatch_clipped(seen: Seen) -> Alert | None:
     if share is None or share <= CLIPPED_AT_MOST or seen.last("proximal_ratio") == 1.0:
         return None
     std = (seen.measured("engine_mismatch_nats/variance") or 0.0) ** 0.5
+    velocity = "" if error is None else f" (a velocity error of {error:.1%})"  # tokens have none
     return Alert(
         "mismatch_clipped",
         "warning",
         f"{share:.0%} of the rows are outside the clip range before any update: rounding alone moves log-ratios by"
-        f" {std:.2g} nats (a velocity error of {error or 0.0:.1%}).",
+        f" {std:.2g} nats{velocity}.",
         "Set algorithm.correction.mode: auto or none, so that ratios are taken to the trainer's own policy.",
         "algorithms/correction.md#bfloat16-engines",
     )

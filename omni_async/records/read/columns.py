@@ -39,9 +39,11 @@ class Columns:
     def add(self, line: Mapping[str, Any]) -> bool:
         """Add a line; return False if there is no room for it.
 
+        A resumed run makes updates again: a repeated `update` replaces its earlier line and all lines after that.
         A null becomes NaN; a mapping gives columns `name/key`; other values that are not numbers are left out."""
         if (self._length + 1) * max(100, len(self._columns)) > _MOST_NUMBERS:
             return False
+        self._forget_from(finite(line.get("update")))
         for name, value in line.items():
             if isinstance(value, Mapping):
                 for key, one in value.items():
@@ -53,6 +55,13 @@ class Columns:
             if len(column) < self._length:
                 column.append(math.nan)
         return True
+
+    def _forget_from(self, update: float | None) -> None:
+        numbers = self._columns.get("update")
+        while numbers and update is not None and numbers[-1] >= update:
+            for column in self._columns.values():
+                column.pop()
+            self._length -= 1
 
     def _put(self, name: str, value: Any) -> None:
         number = math.nan if value is None else finite(value)

@@ -29,7 +29,7 @@ from omni_async.records.read.spans import Placed, SpanLine, SpanStore, Where
 from omni_async.records.read.trace_file import NotATrace, TraceEvent, trace_spans
 from omni_async.records.write.attempts import Attempt, Fault
 from omni_async.records.write.files import LONGEST_LINE, decode_line, read_foreign
-from omni_async.records.write.rundir import RunDirectory
+from omni_async.records.write.rundir import Resumption, RunDirectory
 from omni_async.records.write.summary import Summary, read_summary
 from omni_async.types import LedgerEntry, Span, count
 
@@ -169,6 +169,7 @@ class Follower:
         self._ledger_file = GrowingFile(self.run.ledger)
         self._spans_file = GrowingFile(self.run.spans, _NEWEST_SPANS)
         self._stats: dict[Path, Any] = {}
+        self._resumption: Resumption | None = None
         self._spans_source: Path = self.run.spans
         self._entry = msgspec.json.Decoder(LedgerEntry)
         self._line = msgspec.json.Decoder(dict[str, Any])
@@ -237,12 +238,15 @@ class Follower:
             except (ValueError, RecursionError):
                 self._cut[self.run.metrics.name] += 1
                 continue
+            number = count(record.get("update"))
+            if number is not None and self._resumption is not None and not self._resumption.counts(record):
+                continue
             if is_round(record):
                 self._of_rounds += len(line) + _LONGEST_REASON
                 if self._of_rounds < _MOST_OF_ROUNDS:
                     self.rounds.append(read_round(record))
                     continue
-            elif count(record.get("update")) is not None and self.updates.add(record):
+            elif number is not None and self.updates.add(record):
                 continue
             self._cut[self.run.metrics.name] += 1
 
@@ -260,6 +264,8 @@ class Follower:
             except (ValueError, RecursionError):
                 self._cut[self.run.ledger.name] += 1
             offset += len(line)
+        if self._resumption is not None:
+            entries = entries[: max(0, self._resumption.groups - len(self.ended))]
         self.ended.add(entries)
 
     # ---- spans ------------------------------------------------------------------------------------------------------
@@ -310,11 +316,16 @@ class Follower:
             self.faults = self._records(self.run.faults, Fault)
         if self._has_changed(self.run.attempts):
             self.attempts = self._records(self.run.attempts, Attempt)
+        if (resumption := self.run.resumption()) != self._resumption:
+            self._resumption = resumption
+            self._stats.pop(self.run.summary, None)
+            self._restart(self._metrics_file, self._forget_metrics)
+            self._restart(self._ledger_file, self.ended.clear)
         if self._has_changed(path := self.run.summary):
             self.summary = None
             self.left_out.pop(path.name, None)
             try:
-                self.summary = read_summary(path)
+                self.summary = read_summary(path) if resumption is None else None
             except FileNotFoundError:
                 pass
             except (OSError, ValueError, RecursionError) as error:

@@ -191,23 +191,51 @@ def read_run(folder: Path) -> Run:
             left_out[path.name] = why
         return records
 
+    resumption = run.resumption()  # before the files that it is about
     metrics = lines(run.metrics, dict[str, Any], _MetricsCheck(), _MOST_UPDATES)
-    updates = [line for line in metrics if "finished" in line]
+    ledger = lines(run.ledger, LedgerEntry)
+    if resumption is not None:
+        counting, all_lines = [*filter(resumption.counts, metrics)], len(metrics)
+        metrics, ledger = counting, ledger[: resumption.groups]
+        if len(metrics) < all_lines:
+            again = f"the run resumes from update {resumption.update} and makes later updates again"
+            left_out.setdefault(run.metrics.name, again)
+    updates, rounds = _newest_of_each(metrics)
     attempts = lines(run.attempts, Attempt)
-    summary = _summary(run, left_out)
+    # Before its first update, the summary is of earlier attempts.
+    summary = _summary(run, left_out) if resumption is None else None
     return Run(
         folder=run,
         status=run_status(run, summary, attempts, updates[-1]["finished"] if updates else 0.0),
         config=run_config(run, left_out),
         updates=updates,
-        rounds=[line for line in metrics if is_round(line)],
-        ledger=lines(run.ledger, LedgerEntry),
+        rounds=rounds,
+        ledger=ledger,
         faults=lines(run.faults, Fault),
         attempts=attempts,
         summary=summary,
         checkpoints=_checkpoints(run, left_out),
         left_out=left_out,
     )
+
+
+def _newest_of_each(metrics: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the lines of updates and of rounds. A resumed run makes updates again, and its lines replace earlier ones.
+
+    A repeated update makes that update, all after it, and their rounds void."""
+    updates: list[dict[str, Any]] = []
+    rounds: dict[int, dict[str, Any]] = {}
+    for line in metrics:
+        number = line["update"]
+        if is_round(line):
+            rounds[number] = line
+        elif "finished" in line:
+            if updates and updates[-1]["update"] >= number:
+                rounds = {version: one for version, one in rounds.items() if version < number}
+            while updates and updates[-1]["update"] >= number:
+                updates.pop()
+            updates.append(line)
+    return updates, [*rounds.values()]
 
 
 class _MetricsCheck:

@@ -40,13 +40,14 @@ def read_rounds(lines: Iterable[Mapping[str, Any]]) -> list[Round]:
 
 
 def in_order(rounds: Sequence[Round]) -> list[Round]:
-    """Return the rounds by version.
+    """Return the rounds by version; of a repeated version, the newest.
 
     Rounds of earlier versions, which did not count unscored samples, have no `asked`: it becomes the largest number of
     scored samples."""
     most = max((one.scored for one in rounds if one.scored is not None and one.asked is None), default=None)
     known = [replace(one, asked=most) if one.scored is not None and one.asked is None else one for one in rounds]
-    return sorted(known, key=lambda one: one.version)
+    newest = {one.version: one for one in known}
+    return sorted(newest.values(), key=lambda one: one.version)
 
 
 def is_round(line: Mapping[str, Any]) -> bool:

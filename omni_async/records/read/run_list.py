@@ -46,7 +46,10 @@ def list_runs(folder: Path) -> list[ListedRun]:
 def _listed(run: RunDirectory) -> ListedRun:
     update: dict[str, Any] = {}
     round_: dict[str, Any] = {}
+    resumption = run.resumption()
     for line in _last_metrics(run):
+        if resumption is not None and count(line.get("update")) is not None and not resumption.counts(line):
+            continue
         if is_round(line):
             round_ = line
         elif "finished" in line:
@@ -60,7 +63,8 @@ def _listed(run: RunDirectory) -> ListedRun:
         run.run_id,
         str(run.path),
         run_status(run, summary, attempts, finite(update.get("finished"))),
-        count(update.get("update")) or 0,
+        # The lines of many void updates may be all that was read.
+        count(update.get("update")) or (0 if resumption is None else resumption.update),
         finite(update.get("reward")),
         finite(round_.get("validation/reward")),
         _began(run),

@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -24,13 +24,15 @@ import msgspec
 from omni_async.aio.clock import Clock
 from omni_async.checkpoint.statement import Change
 from omni_async.config import Config, resolved_yaml
+from omni_async.config.decoding import decode_json
 from omni_async.config.reading import open_file
 from omni_async.config.writing import append, open_lock, write_atomic
 from omni_async.records.write.attempts import Attempt
 from omni_async.records.write.files import decode_line, keep_from_children, lines_of, read_records
-from omni_async.types import Span, finite
+from omni_async.types import Count, Span, finite
 
 _LOCK = ".lock"
+_LONGEST_STATEMENT = 1000  # bytes
 _METRICS = msgspec.json.Decoder(dict[str, Any])
 _NAME = re.compile(r"(?P<name>.*)-(?P<second>\d{8}-\d{6})(-(?P<number>\d+))?", re.DOTALL)
 
@@ -49,6 +51,21 @@ def refusing(what: str, folder: Path | None = None) -> Iterator[None]:
     except OSError as error:
         where = "" if folder is None else f" ({error.filename or folder})"
         raise RunDirectoryError(f"{what}: {error.strerror or error}{where}") from error
+
+
+class Resumption(msgspec.Struct, frozen=True):
+    """The point that a running attempt continues from. Its first update makes everything after that point void.
+
+    `update`: the last update that counts. `validated`: the last version whose validation round counts; None: no round.
+    `groups`: the number of the ledger's lines that count."""
+
+    update: Count
+    validated: Count | None
+    groups: Count
+
+    def counts(self, line: Mapping[str, Any]) -> bool:
+        """Return whether a line of metrics, which has a valid `update`, counts."""
+        return _stays(line, self.update, self.validated)
 
 
 class RunDirectory:
@@ -135,6 +152,7 @@ class RunDirectory:
             self.void_metrics(version, validated)
             if self.summary.exists():
                 self.summary.replace(self.former_summary)
+            self._state(b"")
 
     def append_changes(self, version: int, changes: Iterable[Change]) -> None:
         """Append a line per change of the recipe, with the update after which it holds.
@@ -151,23 +169,49 @@ class RunDirectory:
             self._lock = keep_from_children(open_lock(self.path / _LOCK))
         except BlockingIOError:
             raise RunDirectoryError(f"{self.path} is running: another process has it") from None
+        self._state(b"")
+
+    def state_resumption(self, update: int, validated: int | None, groups: int) -> None:
+        """State where this attempt continues, for readers, until `take_over` or `release`.
+
+        The statement is in the lock, so it is void if this process is killed. The arguments are a `Resumption`'s."""
+        self._state(msgspec.json.encode(Resumption(update, validated, groups)))
+
+    def _state(self, content: bytes) -> None:
+        with contextlib.suppress(OSError):  # on a full disk, readers count the lines of earlier attempts too
+            os.ftruncate(self._lock.fileno(), 0)
+            os.pwrite(self._lock.fileno(), content, 0)
 
     def release(self) -> None:
         """Unlock the folder when the run is over, so that another process may resume it."""
         if not self._lock.closed:
+            self._state(b"")
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # another holder of the handle may keep it open
             self._lock.close()
 
     def is_running(self) -> bool:
         """Return whether a process has locked the folder."""
+        return self._stated() is not None
+
+    def resumption(self) -> Resumption | None:
+        """Return where the running attempt continues, while the folder has lines that its first update makes void."""
+        try:
+            found: Resumption | None = decode_json(self._stated() or b"null", Resumption | None)
+        except (ValueError, RecursionError):  # it was edited
+            return None
+        return found
+
+    def _stated(self) -> bytes | None:
+        """Return the content of the lock that a process holds; None if no process holds it."""
         try:
             with open_file(self.path / _LOCK, within=self.path) as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return lock.read(_LONGEST_STATEMENT)
         except OSError:
-            return False
-        return False
+            return None
+        return None
 
     def is_of(self, name: str) -> bool:
         """Return whether a run of that name made the folder."""
@@ -191,10 +235,13 @@ class RunDirectory:
             append(self.metrics.with_name(f"{self.metrics.name}.void"), b"".join(void))
             write_atomic(self.metrics, b"".join(valid))
 
-    def read_metrics(self, version: float = math.inf, validated: float | None = math.inf) -> Iterator[dict[str, Any]]:
-        """Yield all lines, or the lines that `void_metrics` would keep for a run that continues from `version`.
+    def read_metrics(self, version: float | None = None, validated: float | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the lines that `void_metrics` would keep for a run that continues from `version`.
 
-        Raises RunDirectoryError if the file cannot be read."""
+        Without a version, yield the lines that count. Raises RunDirectoryError if the file cannot be read."""
+        if version is None:
+            found = self.resumption()
+            version, validated = (math.inf, math.inf) if found is None else (found.update, found.validated)
         with refusing(f"{self.metrics} cannot be read"):
             for line in lines_of(self.metrics, self.path):
                 if (record := _record(line, version, validated)) is not None:
@@ -244,10 +291,15 @@ def _record(line: bytes, version: float, validated: float | None) -> dict[str, A
     """Decode a line; None if it is incomplete, or of a void update or validation round."""
     try:
         record = decode_line(line, _METRICS)
-        counts = record["update"] <= (version if "finished" in record else -1 if validated is None else validated)
+        counts = _stays(record, version, validated)
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return record if counts else None
+
+
+def _stays(record: Mapping[str, Any], version: float, validated: float | None) -> bool:
+    last = version if "finished" in record else -1 if validated is None else validated
+    return bool(record["update"] <= last)
 
 
 def append_jsonl(path: Path, record: Any) -> None:

@@ -1,9 +1,9 @@
-"""Sums the time of each stage of a run between updates, from spans as they are reported."""
+"""Follows the stages of a run from spans as they are reported: their seconds between updates, and the first of each."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 
 from omni_async.types import Span
 
@@ -42,6 +42,24 @@ class StageSeconds:
         for key in [key for key, until in self._until.items() if until < oldest]:
             del self._until[key]
         return found
+
+
+class FirstSamples:
+    """Reports the phases before the first update, as the first samples of training groups pass the stages.
+
+    `tell` receives a line for each phase. `scored`: whether samples have rewards."""
+
+    def __init__(self, tell: Callable[[str], None], scored: bool) -> None:
+        self._tell = tell
+        self._phases = deque([("generate", "scoring the first samples")] if scored else [])
+        self._phases.append(("score" if scored else "generate", "training begins with the first whole group"))
+
+    def add(self, spans: Iterable[Span]) -> None:
+        """Report each phase once, in order. A validation round reports its own end, so its samples do not count."""
+        for span in spans:
+            is_validation = str(span.args.get("sample", "")).startswith("v")
+            if self._phases and span.kind == self._phases[0][0] and not is_validation:
+                self._tell(self._phases.popleft()[1])
 
 
 def _stage(span: Span) -> str:

@@ -130,8 +130,9 @@ class ControlSocket:
         try:
             request = decode_json(line, Request)
             if request.stop and self.stop is not None:  # also while no session is alive
+                doing = {} if self.answer is not None else {"doing": self.doing}
                 self.stop()
-                return Answer(status={})
+                return Answer(status=doing)
             if self.answer is None and request.scale:
                 return Answer(error=f"nothing can be changed yet: the run is {self.doing}")
             if self.answer is None:

@@ -32,7 +32,7 @@ from omni_async.records.write.console import Console, UpdateView, counts_left_ou
 from omni_async.records.write.devices import Device, RunDevices, UsedDevice, device_metrics
 from omni_async.records.write.rundir import RunDirectory, SpanLog, append_jsonl
 from omni_async.records.write.sinks.feed import Sinks
-from omni_async.records.write.stages import StageSeconds
+from omni_async.records.write.stages import FirstSamples, StageSeconds
 from omni_async.records.write.summary import Counters, Status, Summary, ValidationPoint, read_ending, summarise
 from omni_async.records.write.timeline import busy_fractions
 from omni_async.records.write.vanishing import GradientWatch
@@ -82,7 +82,7 @@ class Observer:
         if self.owns:
             self._samples.may_save.set()
         self.spans = SpanLog(run.spans, _RECENT_S, held=not self.owns)
-        self._stages = StageSeconds()
+        self._stages, self._first = StageSeconds(), FirstSamples(console.phase, config.scored)
         start = start or ControlState()
         self._changes = start.version, tuple(changes)
         self._wall_before = 0.0 if owns else run.wall_s(start.version)
@@ -196,6 +196,8 @@ class Observer:
             case "spans":
                 self.spans.add(event.data["spans"])
                 self._stages.add(event.data["spans"])
+                if not self._paces:  # spans arrive a second late, perhaps after the first update
+                    self._first.add(event.data["spans"])
             case "update":
                 self._update(event.data)
             case "validation":

@@ -224,6 +224,10 @@ _FIRST = (
     "ending in order: a checkpoint, then summary and timeline; Ctrl-C again leaves at once, without the checkpoint and"
     " the timeline"
 )
+_FIRST_AT_START = (
+    "ending while {}, which is abandoned: no checkpoint is written; Ctrl-C again leaves at once, without waiting for"
+    " that"
+)
 _SECOND = (
     "leaving at once: a checkpoint that is not written by now is given up, and there is no timeline; the summary is"
     " written"
@@ -233,11 +237,13 @@ _SECOND = (
 class Interruption(asyncio.Event):
     """An event set when the run shall end in order; `at_once` is set when it shall leave without doing so.
 
-    `tell` receives a line that explains the effect."""
+    `tell` receives a line that explains the effect. `starting`: the step of a start that a stop abandons; None once
+    there is something to save."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__()
         self.at_once = asyncio.Event()
+        self.starting: str | None = "starting"
         # A warning that was ignored when the process started, as SIGHUP is under nohup, stays ignored.
         self.heeded = [n for n in _SIGNALS if n not in _WARNINGS or signal.getsignal(n) is not signal.SIG_IGN]
         self._tell = tell
@@ -248,15 +254,19 @@ class Interruption(asyncio.Event):
 
         A second Ctrl-C ends the run at once; Python handles a third. Machines send the other signals, followed by
         SIGKILL: a repeated one changes nothing."""
-        now = time.monotonic()
         if self._first is None:
-            self._first = now
-            self.set()
-            self._tell(_FIRST)
-        elif number == signal.SIGINT and now - self._first > _SAME_S:
+            self.request()
+        elif number == signal.SIGINT and time.monotonic() - self._first > _SAME_S:
             self.at_once.set()
             self.release_ctrl_c()
             self._tell(_SECOND)
+
+    def request(self) -> None:
+        """End the run in order, as the first signal does; a later request changes nothing."""
+        if self._first is None:
+            self._first = time.monotonic()
+            self.set()
+            self._tell(_FIRST if self.starting is None else _FIRST_AT_START.format(self.starting))
 
     def release_ctrl_c(self) -> None:
         """Return the handling of Ctrl-C to Python.

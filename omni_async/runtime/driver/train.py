@@ -29,6 +29,7 @@ from omni_async.config import Config, ConfigError
 from omni_async.config.changed import changed
 from omni_async.config.ray_cluster import cluster_address
 from omni_async.config.redact import redact, redact_text
+from omni_async.control.control_state import ControlState
 from omni_async.records.read.next_steps import next_steps
 from omni_async.records.write.attempts import Attempt, Fault
 from omni_async.records.write.console import Console, groups_left_out, validation_lines
@@ -128,6 +129,8 @@ def train(
     run = RunDirectory.create(config, clock) if inputs.run is None else RunDirectory.reopen(inputs.run)
     if inputs.run is None:
         run.append_changes(inputs.start.version, inputs.changes)
+    elif inputs.untouched:
+        _state_resumption(run, inputs.start)
     updates = config.trainer.updates
     log = LogConsole(log_path(run.logs, DRIVER), updates, clock)
     console = Consoles(console or for_stream(sys.stdout, updates, inputs.start.version), log)
@@ -171,7 +174,7 @@ class _Run:
             if enabled(self._config.tracking):
                 self._opening = asyncio.create_task(in_daemon_thread(_open_sinks, self._inputs, self._run))
             async with ControlSocket(self._run.control) as control:
-                control.stop = interrupted.set
+                control.stop = interrupted.request
                 try:
                     ending = await unless(interrupted.at_once.wait(), self._attempts(interrupted, control))
                 except Stopped:
@@ -225,6 +228,7 @@ class _Run:
             if ending.lost is None or interrupted.is_set():
                 return ending
             found = self._clock.now()
+            interrupted.starting = "starting again"
             try:
                 pause = self._restarts.pause("the run", ending.lost)
                 inputs = await in_daemon_thread(self._from_last_checkpoint)
@@ -249,23 +253,21 @@ class _Run:
         ending = Ending()
         cluster: Cluster | None = None
         try:
-            if self._config.run.runtime == "ray":
-                joined = cluster_address(self._config.run)
-                self._phase(control, f"joining Ray at {joined.address}" if joined else "starting Ray")
-            cluster = await in_daemon_thread(build_cluster, inputs, self._run, attempt)
+            on_ray = self._config.run.runtime == "ray"
+            # Without Ray, building the roles imports the libraries of their models, which takes seconds.
+            self._begin(control, interrupted, self._reaching() if on_ray else self._loading(inputs))
+            building = in_daemon_thread(build_cluster, inputs, self._run, attempt)
+            cluster = await unless(interrupted.wait(), building)
+            cluster.tell = self._console.phase
             await unless(interrupted.wait(), cluster.connect())
             listen(interrupted)
-            offline = self._config.data.preferences is not None
-            engines = "engines, scorers" if self._config.scored else "engines"
-            models = "the encoders of the pairs" if offline else engines
-            loading = f"loading {models} and the trainer (up to a minute)"
-            self._phase(control, loading if inputs.profile is None else "starting the emulated devices")
+            if on_ray:
+                self._begin(control, interrupted, self._loading(inputs))
             await unless(interrupted.wait(), cluster.start())
             listen(interrupted)  # loading models, or libraries, may install signal handlers in this process
-            if self._opening is not None:
-                self._sinks = await self._opening
-                for address in self._sinks.live:
-                    self._console.phase(address)
+            await self._open_trackers(control, interrupted)
+            interrupted.starting = None
+            offline = self._config.data.preferences is not None
             self._console.phase("reading the first preference pairs" if offline else "generating the first samples")
             if self._observer is None:
                 self._observer = self._observe(inputs)
@@ -290,8 +292,29 @@ class _Run:
                 await _close_cluster(cluster, _SOON_S if is_cancelled() else None)
         return ending
 
-    def _phase(self, control: ControlSocket, text: str) -> None:
-        control.doing = text
+    def _reaching(self) -> str:
+        joined = cluster_address(self._config.run)
+        return f"joining Ray at {joined.address}" if joined else "starting Ray"
+
+    def _loading(self, inputs: RunInputs) -> str:
+        if inputs.profile is not None:
+            return "starting the emulated devices"
+        engines = "engines, scorers" if self._config.scored else "engines"
+        models = engines if self._config.data.preferences is None else "the encoders of the pairs"
+        return f"loading {models} and the trainer (up to a minute)"
+
+    async def _open_trackers(self, control: ControlSocket, interrupted: Interruption) -> None:
+        if self._opening is None:
+            return
+        if not self._opening.done():
+            self._begin(control, interrupted, "connecting to the trackers")
+        self._sinks = await unless(interrupted.wait(), asyncio.shield(self._opening))
+        for address in self._sinks.live:
+            self._console.phase(address)
+
+    def _begin(self, control: ControlSocket, interrupted: Interruption, text: str) -> None:
+        """Show a step of the start, to `omni-async status` and after a signal as well."""
+        control.doing = interrupted.starting = text
         self._console.phase(text)
 
     def _from_last_checkpoint(self) -> RunInputs:
@@ -308,10 +331,16 @@ class _Run:
         start = self._inputs.start if point is None else point.state.control
         resume = self._config.checkpoint.resume if point is None else str(point.folder)
         untouched = self._inputs.untouched and not (self._observer is not None and self._observer.owns)
-        if not untouched:
+        if untouched:
+            _state_resumption(self._run, start)
+        else:
             self._run.void_metrics(start.version, start.validated)
         config = replace(self._config, checkpoint=replace(self._config.checkpoint, resume=resume))
         return dataclasses.replace(self._inputs, config=config, start=start, run=self._run.path, untouched=untouched)
+
+
+def _state_resumption(run: RunDirectory, start: ControlState) -> None:
+    run.state_resumption(start.version, start.validated, start.ledger.lines)
 
 
 def _open_sinks(inputs: RunInputs, run: RunDirectory) -> Sinks:

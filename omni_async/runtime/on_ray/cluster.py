@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor  # noqa: TID251 (`end_process` has a time-out)
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,8 @@ _CLOSING_S = 30.0
 _STOPPING_S = 10.0
 # Existing resources are assigned at once; the rest of this time is for a cluster that scales up.
 _PLACEMENT_TIMEOUT_S = 60.0
+# Interval of lines about workers that are still loading.
+_LOADING_S = 30.0
 # Ray's names of accelerators; `auto` tries them in this order.
 KINDS = ("GPU", "NPU")
 
@@ -86,6 +88,7 @@ class RayCluster(Cluster):
             self._connection = await asyncio.shield(starting)
         except asyncio.CancelledError:
             stop.set()
+            self.tell(f"waiting until Ray has given up its start, for up to {_STOPPING_S:g} s")
             await asyncio.wait([starting], timeout=_STOPPING_S)
             if starting.done() and starting.exception() is None:
                 self._connection = starting.result()
@@ -105,8 +108,18 @@ class RayCluster(Cluster):
             loading.discard(name)
 
         async with self._startup_limit(lambda: ", ".join(sorted(loading)) or "the actors"):
-            await asyncio.gather(*map(start, [*loading]))
+            reporting = asyncio.create_task(self._report(loading))
+            try:
+                await asyncio.gather(*map(start, [*loading]))
+            finally:
+                reporting.cancel()
             await asyncio.gather(*(self._locate(name) for name in self._actors))
+
+    async def _report(self, loading: Collection[str]) -> None:
+        """Show the workers that are not ready, repeatedly: large models load for minutes."""
+        while True:
+            await asyncio.sleep(_LOADING_S)
+            self.tell(f"still loading: {', '.join(sorted(loading))}")
 
     async def _reserve(self) -> None:
         """Request the job's placement group, and wait until its resources are reserved.
@@ -129,6 +142,9 @@ class RayCluster(Cluster):
             await in_daemon_thread(partial(_require_kind, plan.gpus, kind))
         group: PlacementGroup = await in_daemon_thread(partial(placement_group, wanted, strategy=plan.strategy))
         self._group = group
+        if not self._has_own_ray:
+            asked = f"{plan.cpus:g} CPUs" + (f" and {plan.gpus:g} {kind}s" if plan.gpus else "")
+            self.tell(f"reserving {asked} of the cluster (up to {_PLACEMENT_TIMEOUT_S:g} s)")
         try:
             async with asyncio.timeout(_PLACEMENT_TIMEOUT_S):
                 await group.ready()

@@ -94,11 +94,13 @@ def connect(
     if ray.is_initialized():
         return Connection(False, _current.local if _current else None)
     logging.getLogger("ray").setLevel(logging.ERROR)
-    if cluster is not None:
-        _current = _join(*cluster)
-    else:
-        _current = _start(cpus, timeout_s, stop or threading.Event(), store_bytes)
-    return _current
+    stop = stop or threading.Event()
+    made = _join(*cluster) if cluster is not None else _start(cpus, timeout_s, stop, store_bytes)
+    if stop.is_set():  # the caller may have left, so nobody else would close it
+        made.close()
+        raise StartError("Ray was started, and is not wanted any more")
+    _current = made
+    return made
 
 
 def _start(cpus: int, timeout_s: float, stop: threading.Event, store_bytes: int | None) -> Connection:

@@ -7,6 +7,7 @@ With `emulation` there is only a profile to check: no model, prompt file or scor
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,13 +63,22 @@ _NEVER_S = 1e6
 # Copies of a version that exist at once: the source, the buckets, and two versions in the object store.
 _WEIGHT_COPIES = 4
 
+Tell = Callable[[str], None]
 
-def preflight(config: Config, elsewhere: bool = False) -> RunInputs:
+
+def _nowhere(text: str) -> None:
+    """Discard a line."""
+
+
+def preflight(config: Config, elsewhere: bool = False, tell: Tell = _nowhere) -> RunInputs:
     """Check a configuration. Raises ConfigError, one line, naming the key.
 
-    `elsewhere`: the recipe is for another machine, so this one need not have the accelerators."""
+    Args:
+        config: loaded.
+        elsewhere: the recipe is for another machine, so this one need not have the accelerators.
+        tell: receives a line before each step that may take long."""
     joined = joined_cluster(config)
-    inputs = _preflight(config, elsewhere)
+    inputs = _preflight(config, elsewhere, tell)
     if not elsewhere:
         check_object_store(config)
     if joined is None or joined.named_by != VARIABLE:
@@ -79,7 +89,7 @@ def preflight(config: Config, elsewhere: bool = False) -> RunInputs:
     return dataclasses.replace(inputs, notes=(*inputs.notes, note))
 
 
-def _preflight(config: Config, elsewhere: bool) -> RunInputs:
+def _preflight(config: Config, elsewhere: bool, tell: Tell) -> RunInputs:
     _check_run_dir(config.run.dir)
     _check_services(config)
     require_usable(config)
@@ -112,11 +122,14 @@ def _preflight(config: Config, elsewhere: bool) -> RunInputs:
     check_sequence(config.trainer.sequence_parallel, Path(config.model.path), family, specs)
     limits = PromptLimits(Path(config.model.path), specs | taught)
     limits.check_negative()
+    offline = config.data.preferences is not None
+    _tell_reading("preference pairs" if offline else "prompts", config.data.preferences or config.data.prompts, tell)
     prompts = _prompts(config, checks, limits)
     validation: list[Prompt] = []
     if config.validation is not None and config.validation.split is not None:
         prompts, validation = held_out(prompts, config.validation.split)
     elif config.validation is not None:
+        _tell_reading("validation prompts", config.validation.prompts, tell)
         validation = load_validation(config, checks, limits.problems)
         if (note := shared_note(prompts, validation)) is not None:
             limits.notes.append(note)
@@ -126,6 +139,12 @@ def _preflight(config: Config, elsewhere: bool) -> RunInputs:
     notes = (*limits.notes, *_precision_notes(config))
     read = RunInputs(config, family, tuple(prompts), tuple(validation), notes=notes)
     return _from_checkpoint(read)
+
+
+def _tell_reading(what: str, source: str | None, tell: Tell) -> None:
+    with contextlib.suppress(OSError):
+        if source is not None and Path(source).exists():  # the error for a missing file is the only line
+            tell(f"reading and checking the {what} in {Path(source).name}")
 
 
 def _precision_notes(config: Config) -> Iterator[str]:

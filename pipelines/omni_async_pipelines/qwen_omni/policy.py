@@ -75,12 +75,13 @@ class QwenOmniPolicy:
 
         disable_progress_bar()  # a run logs one line per update
         options: Any = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
-        thinker, report = Thinker.from_pretrained(self.path, dtype=dtype, **options)
+        loaded: Any = Thinker.from_pretrained(self.path, dtype=dtype, **options)  # a pair with `output_loading_info`
+        thinker, report = loaded
         if missing := sorted(report["missing_keys"]):
             raise ValueError(f"model.path: {self.path} lacks thinker.{missing[0]}, which {Thinker.__name__} needs")
         for prefix in self.frozen:
             thinker.get_submodule(prefix.removeprefix("thinker.")).requires_grad_(False)
-        return {"thinker": thinker.eval()}
+        return {"thinker": thinker.train(False)}
 
     def layers(self, component: nn.Module) -> Sequence[nn.Module]:
         return list(cast("Thinker", component).model.layers)
@@ -132,7 +133,8 @@ class QwenOmniPolicy:
         positions = [torch.cat([one.positions, (one.next_position + after).expand(3, -1)], dim=1) for one in prompts]
         seeing = [one.media for one in prompts if one.media]
         media = {name: torch.cat([one[name] for one in seeing]).to(device) for name in (seeing[0] if seeing else ())}
-        cache = DynamicCache(config=thinker.config.text_config)
+        text_config: Any = thinker.config.text_config
+        cache = DynamicCache(config=text_config)
         given = (torch.arange(ids.shape[1], device=device) < len(prompts[0].ids)).expand_as(ids)
         embeds = thinker.embed(ids, media, given)
         return thinker.next_logits(embeds, torch.stack(positions, dim=1).to(device), cache), KeysAndValues(cache)
@@ -142,7 +144,7 @@ class QwenOmniPolicy:
         self, components: Mapping[str, nn.Module], cache: KeysAndValues, tokens: Tensor, positions: Tensor
     ) -> Tensor:
         thinker = cast("Thinker", components["thinker"])
-        embeds = thinker.get_input_embeddings()(tokens[:, None])
+        embeds = thinker.model.embed_tokens(tokens[:, None])
         return thinker.next_logits(embeds, positions[:, None].expand(3, -1, -1), cache.held)
 
     def text(self, tokens: Sequence[int]) -> str:

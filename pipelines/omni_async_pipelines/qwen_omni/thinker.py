@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from omni_async.tokens.head import log_probs_of
 from torch import Tensor
 from transformers import DynamicCache, Qwen2_5OmniThinkerForConditionalGeneration
 
+from omni_async.tokens.head import log_probs_of
 from omni_async.tokens.policy import Packed
 
 
 class Thinker(Qwen2_5OmniThinkerForConditionalGeneration):
     """Transformers' thinker, with a forward pass that ends in log-probs, and names of weights as in the checkpoint."""
 
-    def forward(self, packed: Packed, temperature: float) -> Tensor:  # type: ignore[override]
+    def forward(self, packed: Packed, temperature: float) -> Tensor:
         """Return the log-probs (T,) float32 of a row's answer tokens (`omni_async.tokens.policy.TokenPolicy`)."""
         # Transformers separates the sequences of a row by these four rows of positions, if no mask and no cache is
         # given. Without positions, images would silently get those of text.
@@ -47,7 +47,7 @@ class Thinker(Qwen2_5OmniThinkerForConditionalGeneration):
             ids: (B, L) int64.
             media: the prompts' inputs of the towers.
             given: (B, L) bool, false for tokens of answers: a model may draw the token that stands for an image."""
-        embeds: Tensor = self.get_input_embeddings()(ids)
+        embeds: Tensor = self.model.embed_tokens(ids)
         if "pixel_values" not in media:
             return embeds
         images = self._image_features(media["pixel_values"], media["image_grid_thw"]).to(embeds)

@@ -97,6 +97,8 @@ def build_thinker(tokenizer: Qwen2Tokenizer, *, layers: int = 2, heads: int = 2,
         **{"num_mel_bins": _MEL_BINS, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32},
         **{"d_model": 32, "output_dim": hidden},
     }
+    # transformers keeps further keys, and its model reads these.
+    vision_tokens: Any = {f"vision_{a}_token_id": token_id(f"<|vision_{b}|>") for a, b in (("start", "bos"), ("end", "eos"))}
     config = Qwen2_5OmniThinkerConfig(
         text_config=text_config,
         vision_config=vision_config,
@@ -104,10 +106,9 @@ def build_thinker(tokenizer: Qwen2Tokenizer, *, layers: int = 2, heads: int = 2,
         image_token_index=token_id("<|IMAGE|>"),
         audio_token_index=token_id("<|AUDIO|>"),
         video_token_index=token_id("<|VIDEO|>"),
-        vision_start_token_id=token_id("<|vision_bos|>"),
-        vision_end_token_id=token_id("<|vision_eos|>"),
         audio_start_token_id=token_id("<|audio_bos|>"),
         audio_end_token_id=token_id("<|audio_eos|>"),
+        **vision_tokens,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -116,7 +117,7 @@ def build_thinker(tokenizer: Qwen2Tokenizer, *, layers: int = 2, heads: int = 2,
             if weight.ndim > 1:  # transformers' 0.02 is for wide models; this one would learn nothing for a long time
                 std = 1.0 if "embed_tokens" in name else weight[0].numel() ** -0.5
                 torch.nn.init.normal_(weight, std=std)
-    return thinker.eval()
+    return thinker.train(False)
 
 
 def save(thinker: Thinker, processor: Qwen2_5OmniProcessor, path: Path) -> None:
@@ -139,7 +140,9 @@ def build(path: str | Path, *, dtype: torch.dtype = torch.float32, seed: int = 0
         seed: of the weights.
         sizes: as `build_thinker` takes them."""
     processor = build_processor()
-    save(build_thinker(processor.tokenizer, seed=seed, **sizes).to(dtype), processor, Path(path))
+    thinker = build_thinker(processor.tokenizer, seed=seed, **sizes)
+    torch.nn.Module.to(thinker, dtype)
+    save(thinker, processor, Path(path))
     return Path(path)
 
 

@@ -79,6 +79,15 @@ def test_the_page_is_one_file(out: Path) -> None:
     assert EVIL not in page
 
 
+def test_a_tile_names_the_rounds_of_its_number(out: Path) -> None:
+    answer = json.loads((out / "overlap.json").read_text())["answer"]
+    tiles = block(data_of((out / "overlap.html").read_text()), "verdict", "facts")["items"]
+    labels = [tile["label"] for tile in tiles]
+    of_round = f"round {answer['round'] + 1}"
+    assert labels[0] == f"saved per update, {of_round}" and labels[1] == f"an update of sync, {of_round}"
+    assert labels[3] == "times as fast, median of 3 rounds"
+
+
 # ---- in a browser ----------------------------------------------------------------------------------------------------
 
 

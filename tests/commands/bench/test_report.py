@@ -84,8 +84,8 @@ def test_a_cell_per_arm_and_a_word_where_there_is_no_number():
     assert found["seconds per update", "bound fraction"][:2] == ["0.562", "0.9"]
     assert found["seconds per update", "simulated / measured - 1"][:2] == ["-34.4 %", "+5.0 %"]
     assert found["devices", "all roles"][:2] == ["4", "4"]
-    assert found["images/s", "all devices"][:2] == ["4", "6.4"]
-    assert found["images/s", "per device"][:2] == ["1", "1.6"]
+    assert found["trained samples/s", "all devices"][:2] == ["4", "6.4"]
+    assert found["trained samples/s", "per device"][:2] == ["1", "1.6"]
     assert found["speed-up over", "sync"] == ["", "1.60", "", ""]
     assert found["where the seconds go", "waiting for generation"][:2] == ["4", "1"]
     assert found["device-seconds (variation)", "T_g generation"][0] == "3 (0.25)"
@@ -182,7 +182,9 @@ def test_a_simulation_that_failed_is_reported_and_scaled_time_is_also_shown_in_t
     found = cells(overlap)
     assert found["seconds per update", "simulated"] == ["-"]
     assert found["seconds per update", "in the profile's time"] == ["800"]
-    assert "images/s" not in {title for title, _ in found}, "they are neither the machine's nor the emulated devices'"
+    assert "trained samples/s" not in {title for title, _ in found}, (
+        "they are neither the machine's nor the emulated devices'"
+    )
 
 
 def test_markdown_is_one_rectangular_table_followed_by_a_list():

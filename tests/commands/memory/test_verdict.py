@@ -192,7 +192,9 @@ def test_a_share_that_is_none_is_refused(share):
 def test_pairs_are_estimated(capsys):
     recipe_ = "recipes/quickstart/algorithms/diffusion_dpo_offline.yaml"
     assert cli.main(["check", str(ROOT / recipe_), "--device", "48", "placement.trainer.gpus=1"]) == 0
-    assert "trainer x 1" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "trainer x 1" in printed
+    assert re.fullmatch(r"fits: the fullest device \(48\) has trainer, \S+ of 48\.0 GiB", printed.splitlines()[-1])
 
 
 def test_what_cannot_be_estimated_is_one_line(tmp_path, capsys, monkeypatch):

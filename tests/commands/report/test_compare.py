@@ -10,7 +10,9 @@ from scipy import stats
 
 from omni_async.commands.report.waiting import slowest
 from omni_async.records.write.rundir import append_jsonl
+from omni_async.records.write.summary import write_summary
 from tests.commands.report.report_world import facts, section, texts, validation_round, written
+from tests.support.configs import make_summary
 
 FLAT = [0.5] * 20
 
@@ -84,6 +86,28 @@ def test_rewards_of_other_scorers_are_not_compared(tmp_path: Path) -> None:
     found = section("verdict", sync(tmp_path / "a"), other)
     assert found["title"].startswith("async is 1.50 times as fast: an update takes")
     assert "Their rewards are not comparable" in texts(found)
+
+
+def test_curves_over_other_validation_samples_are_not_compared(tmp_path: Path) -> None:
+    """Compares training rewards instead: half the validation prompts of one arm are other ones."""
+    folders = [
+        sync(tmp_path / "a", end=[0.6, 0.6]),
+        written(tmp_path / "b", FLAT, name="async", budget=2, update_s=2.0),
+    ]
+    for version, reward in ((0, 0.2), (10, 0.4), (20, 0.9)):
+        append_jsonl(folders[1] / "metrics.jsonl", validation_round(version, [reward, reward], "other prompts"))
+    found = section("verdict", *folders)
+    assert found["title"].startswith("async is 1.50 times as fast: an update takes")
+    assert "Their validation curves are not compared: their prompts, noise, sampling or scorers differ." in texts(found)
+
+
+def test_other_numbers_of_devices_are_named(tmp_path: Path) -> None:
+    folders = sync(tmp_path / "a"), overlapped(tmp_path / "b")
+    for folder, devices in zip(folders, (2, 5), strict=True):
+        write_summary(folder / "summary.json", make_summary(devices=devices))
+    assert "Their numbers of devices differ: 2 for sync, 5 for async." in texts(section("verdict", *folders))
+    write_summary(folders[0] / "summary.json", make_summary(devices=5))
+    assert "numbers of devices" not in texts(section("verdict", *folders))
 
 
 def test_three_recipes_are_each_compared_with_the_first(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections import Counter
 from pathlib import Path
@@ -14,9 +15,11 @@ from omni_async.commands.report.numbers import estimate, number, seconds
 from omni_async.commands.report.waiting import STATES, shares
 from omni_async.records.read.record import read_run
 from omni_async.records.write.rundir import append_jsonl
+from omni_async.records.write.summary import write_summary
 from omni_async.records.write.timeline import busy_fractions
 from omni_async.types import Span
 from tests.commands.report.report_world import block, facts, metrics, page, section, texts, written
+from tests.support.configs import make_summary
 
 # ---- the numbers of a run --------------------------------------------------------------------------------------------
 
@@ -167,6 +170,64 @@ def test_runs_of_one_name_and_folder_name_are_told_apart(tmp_path):
     made = page(*folders)
     assert len({run["label"] for run in made["runs"]}) == len({run["id"] for run in made["runs"]}) + 1 == 2
     assert len({tab["run"] for tab in section("staleness", *folders)["tabs"]}) == 2
+
+
+def test_samples_are_counted_by_what_they_are(tmp_path):
+    """A summary counts generated samples, of which those of unrecorded time have no rate."""
+    folder = written(tmp_path / "run", [0.5] * 12)
+    summary = make_summary(images=400, untimed_images=200, finished=110.0, rewards=[0.5] * 12)
+    write_summary(folder / "summary.json", summary)
+    value, detail = facts(section("result", folder))["generated samples"]
+    assert (value, detail) == ("400", "2.00 per second; rejected groups included, validation not")
+    assert facts(section("result", folder))["device-hours"][0] == "0.0556"
+    pairs = written(tmp_path / "pairs", [0.5] * 12)
+    with (pairs / "config.yaml").open("a") as config:
+        config.write("data: {preferences: pairs.parquet}\n")
+    assert facts(section("result", pairs))["samples read"] == ("96", "0.133 per second")
+    columns = block(section("result", folder, pairs), "comparison")["columns"]
+    assert "generated samples or samples read" in columns and "images" not in columns
+
+
+def test_emulated_devices_have_no_device_hours(tmp_path):
+    folder = written(tmp_path / "run", [0.5] * 12)
+    write_summary(folder / "summary.json", make_summary(images=400))
+    with (folder / "config.yaml").open("a") as config:
+        config.write("emulation: {profile: toy}\n")
+    assert "device-hours" not in facts(section("result", folder))
+
+
+@pytest.mark.parametrize(
+    "recipe", ["data: {preferences: pairs.parquet}\n", "algorithm: {teacher: {path: t}}\nreward: {scorers: []}\n"]
+)
+def test_a_run_without_scorers_has_no_training_reward(tmp_path, recipe):
+    """Its ledger has a constant in place of rewards."""
+    folders = [written(tmp_path / name, [0.1 * n for n in range(20)], name=name) for name in ("a", "b")]
+    for folder in folders:
+        with (folder / "config.yaml").open("a") as config:
+            config.write(recipe)
+    with (folders[1] / "config.yaml").open("a") as config:
+        config.write("rollout: {workers: 2}\n")
+    assert "training reward" not in facts(section("result", folders[0]))
+    verdict = section("verdict", *folders)
+    assert "training reward" not in str(facts(verdict)) and "training reward" not in verdict["title"]
+    assert "There is no final reward to compare" in texts(verdict)
+    row = block(section("result", *folders), "comparison")["rows"][0]
+    assert row[4] is None
+
+
+def test_samples_of_training_prompts_are_not_called_the_same_prompts(tmp_path):
+    folder = written(tmp_path / "run", [0.5])
+    assert section("samples", folder)["lead"] == ""
+    (folder / "samples").mkdir()
+    (folder / "samples" / "validation-000001.jsonl").write_text("")
+    assert section("samples", folder)["lead"].startswith("The same prompts")
+
+
+def test_a_run_that_has_just_begun_has_no_update_yet(tmp_path):
+    folder = written(tmp_path / "run", [])
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert section("verdict", folder)["title"] == "No update yet"
 
 
 def test_a_killed_run_and_a_folder_of_a_run_that_did_nothing_have_a_page(tmp_path):

@@ -16,7 +16,7 @@ from tests.support.browser import OpenPage, in_a_thread, violations
 from tests.support.places import ROOT
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
+    from playwright.sync_api import Browser, Locator, Page
 
 RECORDED = ROOT / "tests" / "records" / "read" / "recorded" / "full-20261125-210306"
 SCREENS = {1400: 900, 390: 844}  # width -> height in pixels
@@ -129,3 +129,13 @@ def test_a_link_to_a_folded_section_opens_it(report: str, open_page: OpenPage) -
     page.locator("#chart-staleness canvas").wait_for()
     page = opened(open_page, f"{report}#buffers", 1400, "light")
     page.locator("#buffers figure.chart canvas").first.wait_for()
+
+
+def test_without_javascript_a_page_names_what_it_needs(report: str, browser: Browser) -> None:
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(report)
+    needs = page.locator("noscript p")
+    assert needs.is_visible() and needs.inner_text() == "This page needs JavaScript, which is switched off here."
+    assert not page.locator("#loading").is_visible()
+    context.close()

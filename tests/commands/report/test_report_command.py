@@ -18,8 +18,9 @@ def test_a_report_is_one_file_that_names_no_other(emulated, tmp_path, capsys):
     said = capsys.readouterr().out.splitlines()
     text = out.read_text()
     assert f'"title":{json.dumps(said[0], ensure_ascii=False)}' in text  # the verdict's
-    assert said[1].startswith(f"{out}: 1 run, 1.") and "MiB" in said[1]
-    assert f"xdg-open {out}" in said[2]
+    assert said[1].startswith("Emulated: ")
+    assert said[2].startswith(f"{out}: 1 run, 1.") and "MiB" in said[2]
+    assert f"xdg-open {out}" in said[3]
     assert not re.search(r'<(script|link)\s[^>]*(src|href)="(?!data:)', text) and "default-src 'none'" in text
     assert main(["report", str(emulated)]) == 0 and (emulated / "report.html").is_file()
 

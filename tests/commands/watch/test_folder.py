@@ -35,13 +35,13 @@ async def test_a_folder_lists_its_runs_with_a_page_of_each(runs: Path) -> None:
     async with serving(runs, "127.0.0.1", 0, None, is_one=False) as (address, key), aiohttp.ClientSession() as client:
         page = Page(address, key, client, runs)
         status, text = await page.get("/")
-        assert status == 200 and "folder.js" in text
+        assert status == 200 and "folder.js" in text and "Loading the list of runs ..." in text
         assert (await page.get("/folder.js"))[0] == (await page.get("/style.css"))[0] == 200
         _, listed = await page.get("/api/runs")
         assert [one["run"] for one in listed] == [SECOND, FIRST]
         for one in listed:
             status, text = await page.get(f"/{one['run']}/")
-            assert status == 200 and "live.js" in text
+            assert status == 200 and "live.js" in text and f">Loading {one['run']} ...</p>" in text
             assert (await page.get(f"/{one['run']}/vendor/echarts.min.js"))[0] == 200
             async with client.get(f"{address}/{one['run']}/events") as events:
                 message = (await events.content.readuntil(b"\n\n")).removeprefix(b"data: ")

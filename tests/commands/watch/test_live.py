@@ -85,7 +85,7 @@ async def test_a_run_that_goes_on_is_told_as_it_goes_and_one_that_died_too(tmp_p
             assert "NVIDIA H100" in devices["hint"] and devices["items"][0]["label"] == "0: rollout-0, trainer"
             assert "2 of 40 groups were rejected: zero reward variance." in str(now(first))
             MadeRun(groups=110, first=40).write(tmp_path)
-            await until(messages, lambda one: "440 up to the last update" in str(now(one)))
+            await until(messages, lambda one: "440 generated for training up to the last update" in str(now(one)))
         async with news(page) as messages:
             died = await until(messages, lambda one: status(one) == "killed")
         assert facts(died)["Update"] == "11" and "checkpoint.resume=auto" in str(now(died))
@@ -98,7 +98,7 @@ async def test_the_reward_the_bottleneck_and_problems_come_first(tmp_path: Path)
         _, sections = await page.get("/api/report")
     kinds = [block["kind"] for block in now(first)["blocks"]]
     assert kinds[:2] == ["facts", "chart"] and kinds.index("meters") < kinds.index("actions") < kinds.index("table")
-    assert [*facts(first)] == ["Update", "Bottleneck", "Reward", "Images/s", "Staleness", "Groups"]
+    assert [*facts(first)] == ["Update", "Bottleneck", "Reward", "Samples/s", "Staleness", "Groups"]
     (chart,) = (block for block in now(first)["blocks"] if block["kind"] == "chart")
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [one["name"] for one in chart["series"]] == ["training reward"]

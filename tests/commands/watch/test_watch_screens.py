@@ -10,9 +10,10 @@ import pytest
 from tests.commands.watch.served import Served, loaded, serve
 from tests.support.browser import OpenPage, browser, open_page, violations
 from tests.support.made_run import MadeRun
+from tests.support.patience import PATIENCE
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
+    from playwright.sync_api import Browser, Locator, Page, Route
 
 __all__ = ["browser", "open_page"]
 pytestmark = pytest.mark.slow
@@ -130,3 +131,58 @@ def test_later_runs_of_a_folder_appear(open_page: OpenPage, several: Served) -> 
     page.get_by_role("link", name="made-20260101-120000").wait_for()
     MadeRun(groups=10).write(several.folder.parent / "made-20260103-120000")
     page.get_by_role("link", name="made-20260103-120000").wait_for()
+
+
+# ---- before the first answer -----------------------------------------------------------------------------------------
+
+
+def opened_without(browser: Browser, address: str, path: str) -> tuple[Page, list[Route]]:
+    """Opens a page whose requests of a path get no answer; returns them, too."""
+    held: list[Route] = []
+    page = browser.new_context().new_page()
+    page.set_default_timeout(1000 * PATIENCE)
+    page.route(path, held.append)
+    page.goto(address)
+    return page, held
+
+
+def test_a_page_names_its_run_at_once_and_a_server_that_does_not_answer(browser: Browser, live: Served) -> None:
+    page, held = opened_without(browser, live.link, "**/events")
+    page.locator("#loading", has_text="The server has not answered for 5 s; the page keeps trying.").wait_for()
+    assert page.locator("#loading").inner_text().startswith("Loading made-20260101-120000 ...")
+    held[-1].continue_()
+    page.locator("canvas.lanes").wait_for()
+    assert page.locator("#loading").count() == 0 and page.locator("#connection").inner_text() == "live"
+    page.context.close()
+
+
+def test_a_server_that_is_gone_is_named_on_the_empty_page(browser: Browser, live: Served) -> None:
+    page = browser.new_context().new_page()
+    page.set_default_timeout(1000 * PATIENCE)
+    page.route("**/events", lambda route: route.abort())
+    page.goto(live.link)
+    page.locator("#loading", has_text="Not connected: the page keeps trying.").wait_for()
+    page.context.close()
+
+
+def test_the_page_of_a_folder_names_a_server_that_does_not_answer(browser: Browser, several: Served) -> None:
+    page, held = opened_without(browser, several.link, "**/api/runs")
+    said = page.locator("#said")
+    page.locator("#said", has_text="The server has not answered for 5 s; the page keeps trying.").wait_for()
+    held[-1].continue_()
+    page.get_by_role("link", name="made-20260101-120000").wait_for()
+    assert said.inner_text() == ""
+    page.context.close()
+
+
+@pytest.mark.parametrize("is_one", [True, False])
+def test_without_javascript_a_page_names_what_it_needs(
+    browser: Browser, live: Served, several: Served, is_one: bool
+) -> None:
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(live.address if is_one else several.address)
+    needs = page.locator("noscript p")
+    assert needs.is_visible() and needs.inner_text() == "This page needs JavaScript, which is switched off here."
+    assert not page.locator(".loading").is_visible()
+    context.close()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from omni_async.config import ConfigError
+from omni_async.records.read.follow import Follower
 from omni_async.records.read.record import read_run
+from omni_async.records.read.rounds import read_rounds
 from omni_async.records.write.rundir import RunDirectory, append_jsonl
 from omni_async.records.write.summary import write_summary
 from omni_async.records.write.timeline import write_trace
 from omni_async.types import LedgerEntry, Span
+from tests.runtime.runtime_world import write_world
 from tests.support.configs import make_summary
 
 
@@ -53,6 +57,54 @@ def test_a_killed_run_has_its_updates_rounds_endings_and_spans(folder):
     assert run.setting("rollout.sde.kind") == "cps"
     assert run.setting("rollout.sde.nothing", 7) == run.setting("staleness.max_updates.deeper", 7) == 7
     assert not any((run.faults, run.attempts, run.checkpoints, run.grids, run.profile, run.left_out))
+
+
+def test_updates_after_the_point_that_a_running_attempt_resumes_from_do_not_count(folder):
+    write_summary(folder / "summary.json", make_summary(status="interrupted", reason="on request"))
+    append_jsonl(folder / "metrics.jsonl", {"update": 2, "validation/reward": 0.75})
+    held = RunDirectory.reopen(folder)
+    held.state_resumption(1, 0, 2)
+    run = read_run(folder)
+    assert ([one["update"] for one in run.updates], run.rounds) == ([1], [{"update": 0, "validation/reward": 0.25}])
+    assert (len(run.ledger), run.summary, run.status) == (2, None, "running")
+    assert run.left_out == {"metrics.jsonl": "the run resumes from update 1 and makes later updates again"}
+    held.release()
+    run = read_run(folder)
+    assert (len(run.updates), len(run.rounds), len(run.ledger), run.left_out) == (2, 2, 3, {})
+    assert run.summary is not None
+
+    held = RunDirectory.reopen(folder)
+    held.state_resumption(1, None, 2)
+    assert read_run(folder).rounds == []
+    held.take_over(write_world(folder.parent), 1, None)
+    append_jsonl(folder / "metrics.jsonl", line(update=2, reward=0.75, finished=2000.0))
+    assert [one["reward"] for one in read_run(folder).updates] == [0.5, 0.75]
+    held.release()
+
+
+@pytest.mark.parametrize("content", [b"{", b"[" * 500, b'{"update": -1}', b"null", b""])
+def test_a_statement_that_was_edited_is_none(folder, content):
+    held = RunDirectory.reopen(folder)
+    (folder / ".lock").write_bytes(content)
+    assert RunDirectory(folder).resumption() is None and len(read_run(folder).updates) == 2
+    held.release()
+
+
+def test_an_update_that_is_repeated_counts_once(folder):
+    """The newest attempt's lines replace those of the attempt before it."""
+    for record in (
+        line(update=3, finished=1020.0),
+        {"update": 3, "validation/reward": 0.5},
+        line(update=2, reward=0.75),
+    ):
+        append_jsonl(folder / "metrics.jsonl", record)
+    append_jsonl(folder / "metrics.jsonl", {"update": 0, "validation/reward": 0.125})
+    run, follower = read_run(folder), Follower(folder)
+    deque(follower.poll(), maxlen=0)
+    assert [(one["update"], one["reward"]) for one in run.updates] == [(1, 0.5), (2, 0.75)]
+    assert run.rounds == [{"update": 0, "validation/reward": 0.125}]
+    assert [*follower.updates.column("update")] == [1, 2] and [*follower.updates.column("reward")] == [0.5, 0.75]
+    assert read_rounds([{"update": 0, "validation/reward": 0.5}, *run.rounds]) == run.validation
 
 
 def test_the_status_of_a_run(folder):

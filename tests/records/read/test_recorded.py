@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from diffusers import DiffusionPipeline
 
 from omni_async.cli import main
 from omni_async.config import load
+from omni_async.records.read.follow import Follower
 from omni_async.records.read.record import read_run
+from omni_async.records.read.run_list import list_runs
+from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import read_summary
 from tests.support.job_world import Run
 from tests.support.recorded_runs import place
@@ -57,6 +61,31 @@ def test_report_and_status(
     assert main(["status", str(runs / name)]) == 0
     shown = capsys.readouterr().out
     assert name in shown and status in shown
+
+
+def test_updates_that_a_running_attempt_makes_again_do_not_count(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Holds the folder as an attempt does that resumes from update 2 of 3, until its first update."""
+
+    def seen() -> tuple[int, ...]:
+        deque(follower.poll(), maxlen=0)
+        run, [listed] = read_run(path), [one for one in list_runs(runs) if one.run == LORA]
+        assert main(["report", str(path), "--out", "report.html"]) == 0
+        return len(run.updates), len(follower.updates), listed.update, len(run.ledger), len(follower.ended)
+
+    path = runs / LORA
+    follower = Follower(path)
+    assert seen() == (3, 3, 3, 10, 10)
+    held = RunDirectory.reopen(path)
+    held.state_resumption(2, 0, 4)
+    assert seen() == (2, 2, 2, 4, 4) and follower.summary is None
+    capsys.readouterr()
+    assert main(["status", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "it resumes from update 2, and makes later updates again" in shown and "the last update was 2" in shown
+    held.release()
+    assert seen() == (3, 3, 3, 10, 10) and follower.summary is not None
 
 
 def transformer(folder: str) -> dict[str, torch.Tensor]:

@@ -54,7 +54,8 @@ def text(name: ast.expr) -> str:
 def test_every_metric_that_code_records_is_in_the_catalogue():
     of_trainer = {*recorded(PACKAGE / "training")}
     of_objectives = {*keys(Path(objectives.__path__[0]).glob("*.py"))}
-    of_driver = {*keys([PACKAGE / "runtime" / "driver" / "observer.py"])}
+    driver = PACKAGE / "runtime" / "driver"
+    of_driver = {*keys([driver / "observer.py", driver / "update_numbers.py"])}
     of_corrections = {name for name in keys([PACKAGE / "algorithms" / "correction.py"]) if "/" in name}
     assert {"loss", "ess/step_03"} <= of_trainer and "masked/some" in of_corrections
     assert {"guard_bias", "accuracy", "approx_kl", "kl_ref", "kl_ema", "dropped", "flow_error"} <= of_objectives

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from omni_async.records.write.stages import StageSeconds
+from omni_async.records.write.stages import FirstSamples, StageSeconds
 from omni_async.types import Span
 
 
@@ -44,3 +44,22 @@ def test_what_was_taken_does_not_count_again_and_workers_that_were_replaced_are_
         stages.add([span(f"rollout-0.{hour}", "generate", 3600.0 * hour, 3600.0 * hour + 1.0)])
         assert stages.take() == {"stage_s/generate": 1.0}
     assert len(stages._until) < 36
+
+
+@pytest.mark.parametrize(
+    ("scored", "told"),
+    [
+        (True, ["scoring the first samples", "training begins with the first whole group"]),
+        (False, ["training begins with the first whole group"]),
+    ],
+)
+def test_phases_before_the_first_update(scored: bool, told: list[str]) -> None:
+    """A validation round, which is generated and scored first, is none of them."""
+    lines: list[str] = []
+    first = FirstSamples(lines.append, scored)
+    first.add([span("rollout-0", "generate", 0.0, 1.0, sample="v0.p1.s0"), span("reward-0", "score", 1.0, 2.0)])
+    assert lines == []
+    for _ in range(2):
+        first.add([span("rollout-0", "generate", 2.0, 3.0, sample="g0.s0")])
+        first.add([span("reward-0", "score", 3.0, 4.0)])
+    assert lines == told

@@ -144,6 +144,20 @@ def test_a_run_that_starts_or_is_over(path: Path) -> None:
         serve(path, None, lambda: ask(path, Request({"rollout": 3})))
 
 
+def test_a_stop_while_a_run_starts(path: Path) -> None:
+    """The answer has the step that is abandoned; a session would save what it has."""
+    stopped: list[str] = []
+
+    async def main(answer: Reply | None) -> Any:
+        async with ControlSocket(path) as control:
+            control.answer, control.doing = answer, "starting Ray"
+            control.stop = lambda: stopped.append(control.doing)
+            return await asyncio.wait_for(asyncio.to_thread(ask, path, Request(stop=True)), 2 * PATIENCE)
+
+    assert asyncio.run(main(None)) == {"doing": "starting Ray"}
+    assert asyncio.run(main(echo)) == {} and len(stopped) == 2
+
+
 def test_idle_clients_are_cut_off(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_socket, "_MOST_CLIENTS", 2)
     monkeypatch.setattr(control_socket, "_PATIENCE_S", 0.1)

@@ -14,9 +14,11 @@ import pytest
 from msgspec.structs import replace
 
 from omni_async import cli
+from omni_async.commands.operate import left_behind
 from omni_async.config import load
 from omni_async.control.coordinator import Coordinator
 from omni_async.performance.profile import ServiceTime, write_profile
+from omni_async.records.read.record import read_run
 from omni_async.records.write import rundir
 from omni_async.records.write.attempts import Attempt
 from omni_async.records.write.files import read_records
@@ -122,6 +124,28 @@ def test_an_attempt_that_ends_while_it_loads_leaves_only_a_line(interrupted, mon
     loading(monkeypatch, fails(RuntimeError("no room")))
     assert interrupted.attempt().status == "failed"
     assert interrupted.files() == before and interrupted.attempts[-1].reason == "RuntimeError: no room"
+
+
+def test_readers_know_where_an_attempt_resumes_before_its_first_update(interrupted, monkeypatch):
+    run, seen = interrupted.run, list[tuple[int, ...]]()
+    made = len(read_run(run.path).updates)
+    for path in run.checkpoints.iterdir():
+        if path.name > "update-000002":
+            shutil.rmtree(path)
+
+    async def read(control: Any) -> None:
+        found = read_run(run.path)
+        seen.append((len(found.updates), sum(one.event == "trained" for one in found.ledger)))
+        seen.append((left_behind(run.path).update,))
+        await is_interrupted(control)
+
+    with monkeypatch.context() as patched:
+        loading(patched, read)
+        interrupted.attempt()
+    assert seen == [(2, 16), (2,)] and len(read_run(run.path).updates) == made >= 3
+    after = list[int]()
+    interrupted.attempt(watch=lambda view: after.append(len(read_run(run.path).updates)))
+    assert after[-1] == 6 and after == [*range(3, 7)]
 
 
 def test_an_interruption_between_loading_and_the_first_update_changes_nothing(interrupted, monkeypatch):

@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ from tests.runtime.runtime_world import (
     write_world,
 )
 from tests.support.loops import settle
-from tests.support.patience import PATIENCE
+from tests.support.patience import PATIENCE, wait_for
 
 
 class Job:
@@ -182,6 +183,31 @@ def test_a_run_that_ends_well(job):
     assert any(str(job.run.trace) in note for note in job.console.notes)
 
 
+def test_a_line_precedes_each_wait_of_a_start_without_ray(job, monkeypatch):
+    """Building the roles imports the libraries of their models."""
+    built: list[int] = []
+
+    class Console(RememberingConsole):
+        def phase(self, text: str) -> None:
+            super().phase(text)
+            built.append(len(job.inputs))
+
+    class Cluster(HandCluster):
+        async def start(self) -> None:
+            self.tell("trainer: loading its model")
+
+    def open_sinks(*_: Any) -> Sinks:
+        wait_for(lambda: "connecting to the trackers" in job.console.phases, "the line about the trackers")
+        return Sinks()
+
+    job.console = Console()
+    monkeypatch.setattr(runtime, "_open_sinks", open_sinks)
+    job.play(Cluster({"trainer": ends_well}), tracking={"mlflow": {"enabled": True}})
+    loading = ["loading engines, scorers and the trainer (up to a minute)", "trainer: loading its model"]
+    phases = [f"run {job.run.run_id}", *loading, "connecting to the trackers", "generating the first samples"]
+    assert [*zip(job.console.phases, built, strict=True)] == [*zip(phases, (0, 0, 1, 1, 1), strict=True)]
+
+
 async def saves_after_ctrl_c(control: Control) -> None:
     os.kill(os.getpid(), signal.SIGINT)
     await until_the_end(control)
@@ -294,6 +320,36 @@ def test_ctrl_c_while_models_load(job, monkeypatch):
     job = Job(job.folder / "loading", monkeypatch)
     summary = job.play(HandCluster({}, starting=interrupted))
     assert (summary.status, summary.reason) == ("interrupted", "before the first update")
+
+
+def test_a_stop_while_the_roles_are_built(job, monkeypatch):
+    """Importing the libraries of their models cannot be interrupted, and nothing waits for it."""
+    over, waited = threading.Event(), list[bool]()
+
+    def build(*_: Any) -> HandCluster:
+        os.kill(os.getpid(), signal.SIGTERM)
+        waited.append(over.wait(PATIENCE))
+        return HandCluster({})
+
+    monkeypatch.setattr(runtime, "build_cluster", build)
+    summary = train(preflight(write_world(job.folder)), job.console)
+    assert (summary.status, summary.reason, waited) == ("interrupted", "before the first update", [])
+    over.set()
+    assert any(note.startswith("ending while loading engines, scorers") for note in job.console.notes)
+
+
+def test_a_request_to_stop_is_announced_as_a_signal_is():
+    told: list[str] = []
+    interruption = session.Interruption(told.append)
+    interruption.starting = "starting Ray"
+    for _ in range(2):
+        interruption.request()
+    [line] = told
+    assert interruption.is_set() and line.startswith("ending while starting Ray, which is abandoned: no checkpoint")
+    interruption = session.Interruption(told.append)
+    interruption.starting = None
+    interruption.request()
+    assert told[1].startswith("ending in order: a checkpoint")
 
 
 def test_a_failed_start_is_failed_in_trackers(job, monkeypatch):

@@ -190,10 +190,12 @@ def make_cluster(folder: Path, name: str = "run-1", **sections: Any) -> RayClust
 
 async def test_a_job_that_does_not_fit(local_ray, tmp_path, monkeypatch):
     monkeypatch.setattr(ray_cluster, "_PLACEMENT_TIMEOUT_S", 0.2)
-    cluster = make_cluster(tmp_path)
+    cluster, told = make_cluster(tmp_path), list[str]()
+    cluster.tell = told.append
     cluster._placements = PlacementPlan((Resources(cpus=500), Resources(cpus=12)), {})
     with pytest.raises(StartError, match="placement: the run needs 512 CPUs and 0 GPUs, the cluster has 4 and"):
         await cluster._reserve()
+    assert told == ["reserving 512 CPUs of the cluster (up to 0.2 s)"]
     ray.util.remove_placement_group(cluster._group)
     # A Ray of this machine alone is not waited for to grow.
     monkeypatch.setattr(ray_cluster, "placement_group", lambda *_, **__: pytest.fail("nothing is reserved"))

@@ -3,6 +3,7 @@ stand for Ray."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from omni_async.runtime.on_ray.local import LocalRay, StartFailed
 from omni_async.runtime.preflight import devices
 from omni_async.runtime.preflight.check import preflight
 from tests.runtime.runtime_world import write_world
-from tests.support.patience import PATIENCE, wait_for
+from tests.support.patience import PATIENCE, until, wait_for
 from tests.support.ports import unused_address
 
 TIMED_OUT = "The current node timed out during startup."
@@ -109,6 +110,48 @@ def test_a_start_that_hangs(tmp_path, monkeypatch, ten_seconds_a_try, no_process
     threading.Thread(target=when_started, daemon=True).start()
     with pytest.raises(StartError, match="not wanted any more"):
         connect(None, 1, 60.0, stop)
+
+
+def test_a_ray_that_is_up_too_late_is_ended(tmp_path, monkeypatch, no_process_stays):
+    """The caller gave up while this process joined it, which cannot be interrupted."""
+    stop, left = threading.Event(), list[str]()
+    instead(monkeypatch, tmp_path, "print(json.dumps({'address': 'here'}))\nsys.stdin.read()")
+    monkeypatch.setattr(ray_connection, "reread_environment", lambda: None)
+    monkeypatch.setattr(ray_connection, "_init", lambda **_: stop.set())
+    monkeypatch.setattr(ray_connection, "_leave", lambda: left.append("left"))
+    with pytest.raises(StartError, match="not wanted any more"):
+        connect(None, 1, 60.0, stop)
+    assert left == ["left"] and ray_connection._current is None
+
+
+async def test_a_cancelled_start_reports_what_it_waits_for(tmp_path, monkeypatch):
+    starting, told = threading.Event(), list[str]()
+
+    def start(cluster: object, cpus: int, timeout_s: float, stop: threading.Event, store_bytes: object) -> Connection:
+        starting.set()
+        assert stop.wait(PATIENCE)
+        raise StartError("it was not wanted any more")
+
+    monkeypatch.setattr(ray_cluster, "connect", start)
+    cluster = RayCluster(preflight(write_world(tmp_path)), RunDirectory(tmp_path / "run"))
+    cluster.tell = told.append
+    connecting = asyncio.create_task(cluster.connect())
+    await asyncio.to_thread(starting.wait, PATIENCE)
+    connecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
+    assert told == ["waiting until Ray has given up its start, for up to 10 s"]
+
+
+async def test_workers_that_load_for_long_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(ray_cluster, "_LOADING_S", 0.0)
+    loading, told = {"trainer", "rollout-0"}, list[str]()
+    cluster = RayCluster(preflight(write_world(tmp_path)), RunDirectory(tmp_path / "run"))
+    cluster.tell = lambda text: (told.append(text), loading.discard("rollout-0"))
+    reporting = asyncio.create_task(cluster._report(loading))
+    await until(lambda: len(told) > 1, "two lines")
+    reporting.cancel()
+    assert told[:2] == ["still loading: rollout-0, trainer", "still loading: trainer"]
 
 
 @pytest.mark.parametrize(("placement", "given"), [({}, "0"), ({"object_store": "1.5GiB"}, "1610612736")])

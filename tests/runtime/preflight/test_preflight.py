@@ -49,6 +49,22 @@ def test_a_sound_recipe(tmp_path):
     assert inputs.profile is None and inputs.notes == (), "a real job replays nothing"
 
 
+def test_each_file_of_prompts_is_named_before_it_is_read(tmp_path):
+    (tmp_path / "held_out.txt").write_text("a cow\n")
+    config, told = write_world(tmp_path, validation={"prompts": "held_out.txt"}), list[str]()
+    preflight(config, tell=told.append)
+    validation = "reading and checking the validation prompts in held_out.txt"
+    assert told == ["reading and checking the prompts in prompts.txt", validation]
+    (tmp_path / "prompts.txt").write_text("")
+    told.clear()
+    with pytest.raises(ConfigError):
+        preflight(config, tell=told.append)
+    assert told == ["reading and checking the prompts in prompts.txt"]
+    (tmp_path / "prompts.txt").unlink()
+    with pytest.raises(ConfigError, match="no such file"):
+        preflight(config, tell=lambda text: pytest.fail(text))
+
+
 def test_prompts_are_held_out_or_reported_as_shared(tmp_path):
     inputs = preflight(write_world(tmp_path, validation={"split": 0.5}))
     assert [p.text for p in inputs.prompts] == ["a cat"] and [p.text for p in inputs.validation_prompts] == ["a dog"]

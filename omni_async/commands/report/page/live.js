@@ -5,6 +5,8 @@ omniAsync.live = (() => {
   const { element } = omniAsync.elements;
   const KEY = "omni-async-key";
   const RETRY_MS = 5000;
+  const LATE_MS = 5000;
+  const GIVE_UP_MS = 30000; // twice the server's pause between beats
   const LOG_MS = 2000;
 
   const hash = location.hash.slice(1);
@@ -177,7 +179,15 @@ omniAsync.live = (() => {
   // ---- news ---------------------------------------------------------------------------------------------------------
 
   const state = element("span", { id: "connection", className: "hint", role: "status" });
+  const loading = document.getElementById("loading"); // until the first message
+  const first = loading.textContent;
   let [page, report, asking] = [null, -1, false];
+
+  /** Show the state of the connection: on the empty page, too. */
+  function say(text) {
+    state.textContent = text;
+    loading.textContent = `${first} ${text}`;
+  }
 
   async function refresh(wanted) {
     if (asking || wanted === report || wanted < 0) return;
@@ -204,15 +214,23 @@ omniAsync.live = (() => {
   function start() {
     document.getElementById("runs").after(state);
     const news = new EventSource("events");
+    // A browser waits for the first answer for ever.
+    const late = page === null ? setTimeout(() => say(`The server has not answered for ${LATE_MS / 1000} s; the page keeps trying.`), LATE_MS) : null;
+    const afresh = page === null ? setTimeout(() => { news.close(); start(); }, GIVE_UP_MS) : null;
     news.addEventListener("open", () => {
+      clearTimeout(afresh);
       state.textContent = "live";
       report = -1; // a restarted server counts from the start
     });
     news.addEventListener("error", () => {
-      state.textContent = "not connected: trying again";
-      if (news.readyState === EventSource.CLOSED) setTimeout(again, RETRY_MS);
+      say("Not connected: the page keeps trying.");
+      if (news.readyState !== EventSource.CLOSED) return;
+      clearTimeout(late);
+      clearTimeout(afresh);
+      setTimeout(again, RETRY_MS);
     });
     news.addEventListener("message", (event) => {
+      clearTimeout(late);
       const came = JSON.parse(event.data);
       page = came.page;
       omniAsync.page.update(page);
