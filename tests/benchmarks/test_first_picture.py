@@ -56,7 +56,9 @@ def test_the_readme_has_the_numbers_of_the_measured_runs() -> None:
     rows = [one for one in read_rows(CSV) if (one.job, one.updates) == ("trainer_bound", 60)]
     young, in_step = ({one.seed: one for one in rows if one.arm == arm} for arm in ("just_in_time", "synchronous"))
     ends = [fmean(one.rewards[-1] for one in arm.values()) for arm in (young, in_step)]
-    meanwhile = fmean(float(np.interp(young[seed].seconds, in_step[seed].at_s, in_step[seed].rewards)) for seed in young)
+    meanwhile = fmean(
+        float(np.interp(young[seed].seconds, in_step[seed].at_s, in_step[seed].rewards)) for seed in young
+    )
     text = " ".join((ROOT / "README.md").read_text().partition("## Run it")[0].split())
     number = r"(\d\.\d+)"
     found = re.search(
