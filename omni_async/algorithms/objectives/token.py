@@ -101,8 +101,14 @@ def _output(inputs: TokenInputs, algorithm: Algorithm, policy_loss: Tensor, metr
     elif algorithm.kl_coef > 0:
         raise ValueError(f"algorithm.kl_coef is {algorithm.kl_coef} but there is no ref_log_prob to compute the KL to")
     dtype, lengths = inputs.log_prob.dtype, inputs.lengths.to(torch.float64)
-    divisors: dict[str, Tensor | float] = {"sequence": lengths, "token": 1.0, "constant": float(inputs.most_tokens)}
-    losses = _sum_by_answer(loss, inputs) / divisors[algorithm.answers.mean]
+    losses = _sum_by_answer(loss, inputs)
+    match algorithm.answers.mean:
+        case "sequence":
+            losses = losses / lengths
+        case "constant":
+            losses = losses / inputs.most_tokens
+        case "token":  # the trainer divides by the tokens of the optimizer step
+            pass
     means = _sum_by_answer(torch.stack([*metrics.values()]).detach(), inputs) / lengths
     return ObjectiveOutput(losses.to(dtype), dict(zip(metrics, means.to(dtype), strict=True)))
 
