@@ -293,7 +293,7 @@ def test_the_first_mismatch_of_engine_and_trainer_stands_next_to_the_drift(tmp_p
     run = written(tmp_path / "run", [])
     of_rows = {"engine_mismatch_nats/mean": -2.5, "engine_mismatch_nats/variance": 9.0, "fresh_fraction": 1.0}
     first = {**of_rows, "engine_mismatch_velocity": 0.03, "engine_mismatch_clipped": 0.62}
-    damaged = {**first, "engine_mismatch_velocity": "much", "log_ratio_nats/variance": None, "fresh_fraction": 0}
+    damaged = {**first, "engine_mismatch_clipped": "much", "log_ratio_nats/variance": None, "fresh_fraction": 0}
     stale = {"fresh_fraction": 0.0, "log_ratio_nats/variance": 25.0}
     for update, line in enumerate([damaged, first, stale, damaged], start=1):
         append_jsonl(run / "metrics.jsonl", {"update": update, "wall_s": 60.0 * update, "finished": 1e9, **line})

@@ -176,7 +176,7 @@ def test_a_runs_table_gives_back_its_prompts(tmp_path):
     media = [Media(image=np.full((3, 4, 4), 5, np.uint8)), film]
     draw("run/samples", 1)[0].rename(samples / "train-000001.png")  # the grid, which is no sample
     rows = [
-        _row(Shown(None, prompt, Score(0.5)), write_media(one, samples / f"train-000001-{i:02d}"))
+        _row(Shown(None, prompt, Score(0.5)), one, write_media(one, samples / f"train-000001-{i:02d}"))
         for i, (one, prompt) in enumerate(zip(media, [prompts[0], with_image], strict=True))
     ]
     (samples / "train-000001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
