@@ -32,81 +32,102 @@ def build_engine(
 
     Raises:
         ValueError: the checkpoint is not the family's, or the family does not run on that engine."""
-    rollout, conditioning_bytes = config.rollout, bytes_of(config.rollout.conditioning_cache)
     if profile is not None:
-        from omni_async.rollout.emulated import EmulatedEngine, RandomPayload, ReplayedTimes
-
-        batch, seed = rollout.max_batch, config.run.seed
-        times = ReplayedTimes(engine_name, profile, seed, max_batch=batch, takes_turns=config.placement.colocated)
-        return EmulatedEngine(engine_name, times, RandomPayload(profile.payload, seed), max_batch=batch)
-    if (family.draws == "tokens") != (rollout.engine == "transformers"):
+        return _replayed(config, engine_name, profile)
+    engine = config.rollout.engine
+    if (family.draws == "tokens") != (engine == "transformers"):
         raise ValueError(
-            f"rollout.engine: model family {family.name!r} draws {family.draws}, and {rollout.engine!r} does not; use"
+            f"rollout.engine: model family {family.name!r} draws {family.draws}, and {engine!r} does not; use"
             f" {'transformers' if family.draws == 'tokens' else 'diffusers'!r}"
         )
-    match rollout.engine:
+    match engine:
         case "emulated":
-            from omni_async.rollout.emulated import EmulatedEngine, StepTimes
-            from omni_async.rollout.stepping import ZeroVelocity
-
-            policy = load_policy(family, config.model.path)
-            make = ZeroVelocity(policy.latent_shape, policy.blank_conditioning, policy.sigmas)
-            return EmulatedEngine(engine_name, StepTimes(rollout.emulated), make, max_batch=rollout.max_batch)
+            return _emulated(config, engine_name, family)
         case "diffusers":
-            import torch
-
-            from omni_async.rollout.diffusers_engine import DiffusersEngine
-
-            return DiffusersEngine(
-                engine_name,
-                load_policy(family, config.model.path),
-                dtype=getattr(torch, config.model.dtype),
-                max_batch=rollout.max_batch,
-                batching=rollout.batching,
-                device=_device(config),
-                conditioning_bytes=conditioning_bytes,
-                offload=rollout.offload,
-                share_prefix=rollout.share_prefix,
-            )
+            return _diffusers(config, engine_name, family)
         case "transformers":
-            import torch
-
-            from omni_async.rollout.transformers_engine import TransformersEngine
-
-            return TransformersEngine(
-                engine_name,
-                load_token_policy(family, config.model.path),
-                dtype=getattr(torch, config.model.dtype),
-                max_batch=rollout.max_batch,
-                batching=rollout.batching,
-                kv=config.weights.kv,
-                device=_device(config),
-                conditioning_bytes=conditioning_bytes,
-            )
+            return _transformers(config, engine_name, family)
         case "vllm_omni":
-            from omni_async.rollout.vllm_omni_engine import VllmOmniEngine
+            return _vllm_omni(config, engine_name, family)
+    raise ValueError(f"rollout.engine: unknown engine {engine!r}")
 
-            if family.vllm_pipeline is None:
-                raise ValueError(
-                    f"rollout.engine: model family {family.name!r} has no vLLM-Omni pipeline; use 'diffusers'"
-                )
-            return VllmOmniEngine(
-                engine_name,
-                family,
-                path=config.model.path,
-                dtype=config.model.dtype,
-                max_batch=rollout.max_batch,
-                batching=rollout.batching,
-                start_timeout_s=config.run.startup_timeout_s,
-                rpc_timeout_s=config.weights.timeout_s,
-                conditioning_bytes=conditioning_bytes,
-                offload=rollout.offload,
-                share_prefix=rollout.share_prefix,
-                attention_backend=rollout.attention_backend,
-                compiled=rollout.compile,
-                engine_args=rollout.engine_args,
-            )
-    raise ValueError(f"rollout.engine: unknown engine {rollout.engine!r}")
+
+def _replayed(config: Config, engine_name: str, profile: Profile) -> RolloutEngine:
+    from omni_async.rollout.emulated import EmulatedEngine, RandomPayload, ReplayedTimes
+
+    batch, seed = config.rollout.max_batch, config.run.seed
+    times = ReplayedTimes(engine_name, profile, seed, max_batch=batch, takes_turns=config.placement.colocated)
+    return EmulatedEngine(engine_name, times, RandomPayload(profile.payload, seed), max_batch=batch)
+
+
+def _emulated(config: Config, engine_name: str, family: PipelineFamily) -> RolloutEngine:
+    from omni_async.rollout.emulated import EmulatedEngine, StepTimes
+    from omni_async.rollout.stepping import ZeroVelocity
+
+    rollout, policy = config.rollout, load_policy(family, config.model.path)
+    make = ZeroVelocity(policy.latent_shape, policy.blank_conditioning, policy.sigmas)
+    return EmulatedEngine(engine_name, StepTimes(rollout.emulated), make, max_batch=rollout.max_batch)
+
+
+def _diffusers(config: Config, engine_name: str, family: PipelineFamily) -> RolloutEngine:
+    import torch
+
+    from omni_async.rollout.diffusers_engine import DiffusersEngine
+
+    rollout = config.rollout
+    return DiffusersEngine(
+        engine_name,
+        load_policy(family, config.model.path),
+        dtype=getattr(torch, config.model.dtype),
+        max_batch=rollout.max_batch,
+        batching=rollout.batching,
+        device=_device(config),
+        conditioning_bytes=bytes_of(rollout.conditioning_cache),
+        offload=rollout.offload,
+        share_prefix=rollout.share_prefix,
+    )
+
+
+def _transformers(config: Config, engine_name: str, family: PipelineFamily) -> RolloutEngine:
+    import torch
+
+    from omni_async.rollout.transformers_engine import TransformersEngine
+
+    rollout = config.rollout
+    return TransformersEngine(
+        engine_name,
+        load_token_policy(family, config.model.path),
+        dtype=getattr(torch, config.model.dtype),
+        max_batch=rollout.max_batch,
+        batching=rollout.batching,
+        kv=config.weights.kv,
+        device=_device(config),
+        conditioning_bytes=bytes_of(rollout.conditioning_cache),
+    )
+
+
+def _vllm_omni(config: Config, engine_name: str, family: PipelineFamily) -> RolloutEngine:
+    from omni_async.rollout.vllm_omni_engine import VllmOmniEngine
+
+    if family.vllm_pipeline is None:
+        raise ValueError(f"rollout.engine: model family {family.name!r} has no vLLM-Omni pipeline; use 'diffusers'")
+    rollout = config.rollout
+    return VllmOmniEngine(
+        engine_name,
+        family,
+        path=config.model.path,
+        dtype=config.model.dtype,
+        max_batch=rollout.max_batch,
+        batching=rollout.batching,
+        start_timeout_s=config.run.startup_timeout_s,
+        rpc_timeout_s=config.weights.timeout_s,
+        conditioning_bytes=bytes_of(rollout.conditioning_cache),
+        offload=rollout.offload,
+        share_prefix=rollout.share_prefix,
+        attention_backend=rollout.attention_backend,
+        compiled=rollout.compile,
+        engine_args=rollout.engine_args,
+    )
 
 
 def _device(config: Config) -> torch.device | str:

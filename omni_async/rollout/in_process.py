@@ -99,7 +99,7 @@ class InProcessEngine(ABC):
         An exception is the outcome of all positions that were not yielded."""
 
     async def _prepare(self, queued: Sequence[Waiting]) -> None:  # noqa: B027 - optional
-        """Prepare requests before a batch is chosen among them; those that cannot be are settled."""
+        """Prepare requests before a batch is chosen among them, and settle the unusable ones."""
 
     def _published(self) -> dict[str, torch.Tensor]:
         """Return the weights that versions consist of, by their names on the wire."""
@@ -186,7 +186,7 @@ class InProcessEngine(ABC):
         outcomes: dict[int, Trajectory | Exception] = {}
         try:
             if batch:
-                outcomes.update(self._generate(batch))  # keeps all that precede an error
+                outcomes.update(self._generate(batch))  # keeps the outcomes before an error
         except Exception as error:  # noqa: BLE001 - any error goes to every caller of the batch
             failure = self._as_engine_error(error)
             return [outcomes.get(row, failure) for row in range(len(batch))]

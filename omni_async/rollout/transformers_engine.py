@@ -3,8 +3,8 @@
 Requests of one spec whose prompts have equal lengths share a batch. Its answers grow by a token at a time, and leave it
 when they end. A swap between two tokens either keeps the keys and values of the weights before, or computes them again.
 
-An answer is drawn with uniform random numbers of its own, one for each token. They depend on its seed alone, so an
-answer depends neither on its neighbours nor on the device, unless these change the rounding of its logits.
+Each token of an answer is drawn with one uniform random number. These depend on the answer's seed alone, so an answer
+depends neither on its neighbours nor on the device, unless these change the rounding of its logits.
 """
 
 from __future__ import annotations

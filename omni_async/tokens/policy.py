@@ -87,7 +87,7 @@ class TokenPolicy(Protocol):
         """Load the modules on the CPU, in eval mode, weights in `dtype`.
 
         Calling a module computes log-probs: `module(packed, temperature)` returns what `log_probs` returns, so that
-        FSDP2 gathers the head where it is used."""
+        FSDP2 gathers the head for its own forward pass."""
 
     def layers(self, component: nn.Module) -> Sequence[nn.Module]:
         """Return the repeated layers of a component, to shard and to compile."""

@@ -217,7 +217,7 @@ def draw_answer(
 
 
 def alone(thinker: nn.Module, prepared: Prepared, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-    """Returns the log-probs (T,) of an answer, computed by itself from the whole logits, in the thinker's dtype."""
+    """Returns the log-probs (T,) of an answer, computed alone from the whole logits, in the thinker's dtype."""
     assert isinstance(thinker, ToyThinker)
     ids = torch.cat([prepared.ids, tokens.long()])
     places = torch.arange(len(ids))

@@ -9,7 +9,7 @@ from omni_async.config.section import doc
 from omni_async.plugins.families import MediaShape, SamplingSpec
 from omni_async_pipelines.sampling import read_config
 
-# Tokens that stand for media; the model would look for more media where a text holds one.
+# Placeholders of media: in a text, each would make the model look for one more medium.
 MEDIA_TOKENS = ("<|IMAGE|>", "<|AUDIO|>", "<|VIDEO|>")
 _MOST_ELONGATED = 200  # the processor's largest ratio of the longer to the shorter side
 _PUBLISHED_CONTEXT = 32_768  # the default of transformers, which a config.json may leave out

@@ -46,7 +46,7 @@ class Thinker(Qwen2_5OmniThinkerForConditionalGeneration):
         Args:
             ids: (B, L) int64.
             media: the prompts' inputs of the towers.
-            given: (B, L) bool, false for tokens of answers: a model may draw the token that stands for an image."""
+            given: (B, L) bool, false for tokens of answers, because a model may draw the placeholder of an image."""
         embeds: Tensor = self.model.embed_tokens(ids)
         if "pixel_values" not in media:
             return embeds
