@@ -22,12 +22,15 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.torch_version import TorchVersion
 
 from omni_async.training import TrainingError
 
 # A process without a process group may save, too; the writing thread's warning has no other switch.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
 
+# In torch 2.11 a stager clears its own tables after the first use, and the second one raises KeyError.
+STAGERS_LAST = TorchVersion(torch.__version__) >= "2.13"
 FOLDER = "tensors"
 MODEL = "model."
 AUXILIARY = "auxiliary."

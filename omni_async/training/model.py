@@ -248,6 +248,8 @@ class ModuleBackend:
 
     def begin_save(self, folder: Path) -> Future[Any]:
         wait([self._saving] if self._saving is not None else [])  # both use the same staging memory
+        if not checkpoint.STAGERS_LAST:
+            self._stager = checkpoint.build_stager(self.weights_device)
         self._saving = checkpoint.begin_save(
             folder, self.trainable, self.auxiliary.tensors(), self.optimizer, self._saving_group, self._stager
         )

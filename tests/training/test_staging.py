@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.staging import DefaultStager
 
 from omni_async.training import checkpoint, model
 from tests.training import training_world as world
@@ -33,6 +34,25 @@ def test_every_checkpoint_is_copied_into_the_memory_of_the_first(monkeypatch, tm
     for number, expected in enumerate(weights, start=1):
         world.load(engine, tmp_path / str(number))
         world.assert_close(world.trainable(engine), expected)
+
+
+def test_a_stager_that_clears_itself_is_replaced(monkeypatch, tmp_path):
+    stage = DefaultStager.stage
+
+    def as_torch_2_11(stager: DefaultStager, tensors: dict[str, Any]) -> Any:
+        copies = stage(stager, tensors)
+        stager._state_dict_stager.close()
+        return copies
+
+    monkeypatch.setattr(DefaultStager, "stage", as_torch_2_11)
+    monkeypatch.setattr(checkpoint, "STAGERS_LAST", False)
+    engine = world.engine()
+    for number in (1, 2):
+        world.update(engine, number)
+        world.save(engine, tmp_path / str(number))
+    expected = world.trainable(engine)
+    world.load(engine, tmp_path / "2")
+    world.assert_close(world.trainable(engine), expected)
 
 
 def test_a_checkpoint_waits_until_the_earlier_one_is_written(monkeypatch, tmp_path):
