@@ -29,7 +29,7 @@ from tests.support.places import ROOT
 RNG = np.random.default_rng(0)
 NAMES = [*registry._BUILT_IN]
 ELSEWHERE, SLOW = ("http", "vlm_judge"), ("scene_text", "video_audio", "hps_v3")
-# Written out: finding them imports every scorer, and `make test-gpu` collects this file on machines without their packages.
+# Written out, because finding them imports every scorer: `make test-gpu` collects this file without their packages.
 OF_TEXTS = ("exact_match", "choice", "math_answer", "pattern", "overlong")
 QUICK_FIRST = [pytest.param(name, marks=pytest.mark.thorough) if name in SLOW else name for name in NAMES]
 SHAPES = [

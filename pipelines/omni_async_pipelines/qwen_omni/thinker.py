@@ -60,7 +60,7 @@ class Thinker(Qwen2_5OmniThinkerForConditionalGeneration):
         patches = grids.prod(1).tolist()
         first, places = _distinct(pixels.split(patches))
         alone = torch.cat([pixels.split(patches)[image] for image in first])
-        of_each: Tensor | Sequence[Tensor] = self.get_image_features(alone, grids[first], return_dict=True).pooler_output
+        of_each = self.get_image_features(alone, grids[first], return_dict=True).pooler_output
         if isinstance(of_each, Tensor):  # transformers 5.14 joins the images, 5.17 returns one tensor for each
             merged = self.spatial_merge_size**2
             of_each = of_each.split([patches[image] // merged for image in first])
