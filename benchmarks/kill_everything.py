@@ -17,7 +17,7 @@ from tests.support.killed_job import Job, problems
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "emulated" / "qwen_image_lora_h800.yaml"
 _HELP = """\
-Train a recipe, kill all of its processes at random moments, and go on with checkpoint.resume=auto, until it is done.
+Train a recipe, kill all of its processes at random moments, and continue with checkpoint.resume=auto, until it is done.
 
   python -m benchmarks.kill_everything                # emulated, one process, 20 kills: some minutes
   python -m benchmarks.kill_everything --kills 5 --within 60 --recipe recipes/quickstart/quickstart.yaml \\

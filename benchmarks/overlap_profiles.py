@@ -25,7 +25,7 @@ simulator.
   python -m benchmarks.overlap_profiles                                  # all recipes, five repeats: about an hour
   python -m benchmarks.overlap_profiles remote_judge wan22_dance --repeats 3
 
-What is complete in OUT is kept: the same command goes on after Ctrl-C. OUT gets profiles.md (also printed), and per
+Complete results in OUT are kept: the same command continues after Ctrl-C. OUT gets profiles.md (also printed), and per
 recipe overlap.json, overlap.html, overlap.md and overlap.png.
 
 Exit codes: 0 done, 1 a run failed, 2 wrong usage, 130 interrupted.
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"overlap_profiles: {error}\n")
         return 2
     except KeyboardInterrupt:
-        sys.stderr.write(f"interrupted; the same command goes on with what is missing in {options.out}\n")
+        sys.stderr.write(f"interrupted; the same command continues with what is missing in {options.out}\n")
         return 130
     text = markdown(found)
     write_atomic(options.out / "profiles.md", text.encode())

@@ -275,7 +275,7 @@ def wan22_dance() -> Profile:
         assumed=(
             "8 NPUs and one reward worker, as in the script of that recipe. All videos are requested at once and each"
             f" NPU makes them one by one; the reward worker scores in order of arrival, so a video takes {score:.2f} s."
-            f" The {rest:.1f} s that the generation phase goes on afterwards are hand-overs of the NPUs, 2 of"
+            f" The {rest:.1f} s that the generation phase lasts longer are hand-overs of the NPUs, 2 of"
             f" {rest / 2:.1f} s. Of the update 4 x 2 s are optimizer steps; of the 6.8 s a version takes 2 s to copy"
             f" out and 0.5 s to switch to. {_VARIATION}Payloads are computed: latents of 48 channels x 2 frames x 44 x"
             " 80, conditioning of 2 x 512 tokens."

@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--engines", type=int, default=1000)
     parser.add_argument("--samples", type=int, default=8, help="of a group")
     parser.add_argument("--over", action="store_true", help="the run is over: its spans are in trace.json")
-    parser.add_argument("--live", type=float, default=0.0, metavar="SECONDS", help="go on writing for so long")
+    parser.add_argument("--live", type=float, default=0.0, metavar="SECONDS", help="continue to write for so long")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         made = MadeRun(options.groups, options.engines, samples=options.samples)

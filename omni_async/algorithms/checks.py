@@ -188,7 +188,7 @@ def _advantage(config: Config, kind: Kind) -> Iterator[str]:
 def _offline(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
     if not kind.paired:
         yield (
-            f"data.preferences: {objective.name} learns from rewards of its own samples; preference pairs are for"
+            f"data.preferences: {objective.name} learns from rewards of generated samples; preference pairs are for"
             " diffusion_dpo"
         )
     if config.rollout.group_size != 2:

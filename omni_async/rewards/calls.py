@@ -77,7 +77,7 @@ class ScorerCalls:
         if len(self._given_up) < self._most_hanging:
             return ""
         calls = f"{len(self._given_up)} calls have not returned"
-        return f"scorer {self._label!r}: {calls}; give its calls a timeout of their own"
+        return f"scorer {self._label!r}: {calls}; let the scorer bound each call by a timeout"
 
     async def score(self, media: MediaList, prompts: Prompts) -> Reply:
         """Return the first answer of a call, or of a concurrent second call if the first is slow and may be hedged.

@@ -305,7 +305,7 @@ def _caveats(config: Config, profile: Profile, took: float | None, devices: floa
         said.append("checkpoints are in what the run took, and not simulated")
     if devices is not None and devices < num_devices(config):
         said.append(
-            f"the roles share {devices:g} CPUs and ask for {num_devices(config):g}: workers that have none of their own"
-            " slow the others down, which is not simulated"
+            f"the roles share {devices:g} CPUs and ask for {num_devices(config):g}: workers that share a CPU slow each"
+            " other down, which is not simulated"
         )
     return [*said, _TAKEN]

@@ -79,7 +79,7 @@ def test_ctrl_c_leaves_a_checkpoint(recipe: Path) -> None:
     again = [*overrides[1:], f"trainer.updates={version + 2}"]
     answer = command_line(recipe, *again, "checkpoint.resume=auto")
     assert answer.code == 0 and answer.stderr == "", answer
-    assert f"going on with {interrupted.path.name} from update {version}" in answer.stdout
+    assert f"continuing {interrupted.path.name} from update {version}" in answer.stdout
     resumed = left_behind(recipe, again).check_every_group_ended_once()
     assert resumed.path == interrupted.path and resumed.summary.updates == version + 2
     assert [line["update"] for line in resumed.metrics] == [*range(1, version + 3)]

@@ -41,7 +41,7 @@ class Job:
     def notes(self, *overrides: str) -> list[str]:
         """Returns the console's lines about changes."""
         found = preflight(load(self.recipe, self.resumed(*overrides))).notes
-        return [note for note in found if not note.startswith("going on with")]
+        return [note for note in found if not note.startswith("continuing ")]
 
     def refusal(self, *overrides: str) -> str:
         with pytest.raises(ConfigError) as caught:

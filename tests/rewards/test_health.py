@@ -272,7 +272,7 @@ async def test_samples_that_hang_for_ever_end_the_worker_before_it_is_full_of_th
     await asyncio.sleep(10)
     assert await stage.score(2) == [2.0]
     await asyncio.sleep(10)
-    with pytest.raises(ScorerHangs, match="8 calls have not returned; give its calls a timeout of their own"):
+    with pytest.raises(ScorerHangs, match="8 calls have not returned; let the scorer bound each call by a timeout"):
         for _ in range(100):
             assert await stage.score(1) == ["scorer '0': no score within 10 s"]
             assert await stage.score(2) == [2.0]

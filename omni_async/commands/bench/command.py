@@ -138,7 +138,7 @@ def bench(options: argparse.Namespace) -> int:
             )
     except KeyboardInterrupt:
         console.print(
-            f"interrupted; the same command goes on with what is missing in {folder}",
+            f"interrupted; the same command continues with what is missing in {folder}",
             markup=False,
             highlight=False,
             soft_wrap=True,

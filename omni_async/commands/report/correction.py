@@ -48,7 +48,7 @@ _DIAGNOSTICS = (
         "log_ratio_nats/mean",
         "Drift, mean log-ratio",
         "nats",
-        "Between the policy in training and the one that took the step, of a whole sample.",
+        "Of a whole sample, from the policy that took its steps to the policy in training.",
     ),
     _Diagnostic("log_ratio_nats/absmax", "Drift, largest log-ratio", "nats", "The row that drifted most."),
     _Diagnostic("kappa_nats", "Drift as an exact KL", "nats", "The same drift without sampling noise."),

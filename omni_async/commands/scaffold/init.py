@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from omni_async.accelerator import most_accelerators
-from omni_async.algorithms.registry import Objective, find_objective, objective_names
 from omni_async.commands.command_line import print_line
 from omni_async.commands.scaffold.asking import Questions
 from omni_async.commands.scaffold.commented import commented_yaml
@@ -21,7 +20,9 @@ from omni_async.commands.scaffold.proposals import (
     find_model,
     fits,
     held_out_beside,
+    objectives_for,
     propose_reward,
+    read_objective,
     read_prompts,
 )
 from omni_async.commands.scaffold.recipe import REASONS, Answers, Reward, Tree, compose
@@ -98,8 +99,10 @@ def _answers(options: argparse.Namespace, questions: Questions) -> tuple[Answers
         lambda path: None if path == "none" else (read_prompts(path, family, "--validation"), path)[1],
     )
     reward = _reward(options, questions, prompts, spec)
-    questions.say(f"algorithms: {', '.join(objective_names())} (docs/choose.md)")
-    objective = questions.answer("--algorithm", options.algorithm, "Algorithm", "flow_grpo", _objective)
+    questions.say(f"algorithms: {', '.join(objectives_for(family))} (docs/choose.md)")
+    objective = questions.answer(
+        "--algorithm", options.algorithm, "Algorithm", "flow_grpo", lambda name: read_objective(name, family)
+    )
     found = most_accelerators()
     devices = questions.answer(
         "--devices",
@@ -156,13 +159,6 @@ def _param(given: str) -> tuple[str, Any]:
     if not equals or not key:
         raise ConfigError(f"--param: expected KEY=VALUE, got {given!r}")
     return key, parse_yaml(value, f"--param {key}")
-
-
-def _objective(name: str) -> Objective:
-    try:
-        return find_objective(name)
-    except ValueError as error:
-        raise ConfigError(f"--algorithm: {str(error).removeprefix('algorithm.name: ')}") from None
 
 
 def _devices(given: str) -> int:

@@ -1,21 +1,25 @@
-"""Finds the parts for a recipe: the model's family and size, its prompts, and the rewards that fit both.
+"""Finds the parts for a recipe: the model's family and size, its prompts, and rewards and objectives that fit.
 
 Imports no torch; imports scorers' modules, but does not load their models.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from omni_async.algorithms.kinds import find_kind
+from omni_async.algorithms.registry import Objective, find_objective, objective_names
 from omni_async.config import ConfigError
 from omni_async.config import reward as sections
 from omni_async.config.draws import require_latents
 from omni_async.config.hub import downloaded
 from omni_async.config.load import family_of
 from omni_async.data.prompts import load_prompts
+from omni_async.plugins.entry_points import not_one_of
 from omni_async.plugins.families import PipelineFamily, SamplingSpec, find_family
 from omni_async.rewards import registry
 from omni_async.types import Prompt
@@ -83,6 +87,32 @@ def fits(name: str, spec: SamplingSpec) -> bool:
     except ValueError:
         return False
     return bool(takes & {shape.part for shape in spec.media()})
+
+
+def objectives_for(family: PipelineFamily) -> list[str]:
+    """Return the names of the objectives on what the family draws, sorted; without those that cannot be loaded."""
+    found = []
+    for name in objective_names():
+        with contextlib.suppress(ValueError):
+            if find_kind(find_objective(name).kind).draws == family.draws:
+                found.append(name)
+    return found
+
+
+def read_objective(name: str, family: PipelineFamily) -> Objective:
+    """Return the objective. ConfigError, one line, if there is none, or it does not fit what the family draws."""
+    fitting = objectives_for(family)
+    try:
+        if name not in objective_names():
+            raise ValueError(not_one_of(name, fitting))
+        objective = find_objective(name)
+        kind = find_kind(objective.kind)
+    except ValueError as error:
+        raise ConfigError(f"--algorithm: {str(error).removeprefix('algorithm.name: ')}") from None
+    if name not in fitting:
+        why = f"{name} {kind.summary}, and {family.name} draws {family.draws}"
+        raise ConfigError(f"--algorithm: {why}; expected one of {fitting}")
+    return objective
 
 
 def engine_for(family: PipelineFamily) -> str:

@@ -82,7 +82,7 @@ def reward_falls(seen: Seen) -> Alert | None:
         "problem",
         f"The reward falls: {found.slope * len(rewards):+.2g} over the last {len(rewards)} updates (95 % interval"
         f" {found.low * len(rewards):+.2g} to {found.high * len(rewards):+.2g}).",
-        "Lower trainer.optimizer.lr or staleness.max_updates, and go on from an earlier checkpoint"
+        "Lower trainer.optimizer.lr or staleness.max_updates, and continue from an earlier checkpoint"
         " (checkpoint.resume).",
         "algorithms/correction.md#what-is-logged",
     )
@@ -97,7 +97,7 @@ def not_finite(seen: Seen) -> Alert | None:
         "not_finite",
         "problem",
         f"The newest update's {' and '.join(lost)} is not a finite number: the weights are probably lost.",
-        "Stop the run and go on from the last good checkpoint with a lower trainer.optimizer.lr or"
+        "Stop the run and continue from the last good checkpoint with a lower trainer.optimizer.lr or"
         " trainer.optimizer.max_grad_norm.",
         "configuration.md",
     )
@@ -360,7 +360,7 @@ def killed(seen: Seen) -> Alert | None:
         "killed",
         "problem",
         "The run is not running and left no summary: it was killed, or its machine went down.",
-        "Start it again with the same recipe and checkpoint.resume=auto: it goes on from its last checkpoint.",
+        "Start it again with the same recipe and checkpoint.resume=auto: it continues from its last checkpoint.",
         "getting-started.md#interrupt-and-resume",
     )
 

@@ -114,7 +114,7 @@ def nothing_to_do(config: Config) -> str | None:
         return None
     return (
         f"{run.path} is done, nothing to do: it is at update {updates}, the last; trainer.updates=N, with N larger than"
-        f" {updates}, to go on"
+        f" {updates}, continues it"
     )
 
 
@@ -158,10 +158,10 @@ def _newest_unfinished(asked: _Asked, passed: list[str]) -> ResumePoint | None:
                 break
             passed.append(f"warning: passed over {run.run_id}: {search.why()}")
     if done:
-        others = f" and {len(done) - _NAMED} others" if len(done) > _NAMED else ""
+        others = f" and {len(done) - _NAMED} more" if len(done) > _NAMED else ""
         passed.append(
-            f"passed over, because done: {', '.join(done[:_NAMED])}{others} (checkpoint.resume=<its folder> goes on"
-            " with one)"
+            f"passed over, because done: {', '.join(done[:_NAMED])}{others} (checkpoint.resume=FOLDER and a larger"
+            " trainer.updates continue such a run)"
         )
     return None if point is None else _within_updates(config, point)
 
@@ -211,7 +211,7 @@ class _Search:
                     self.orphan = self.orphan or folder
                 continue
             found = replace(found, run=run, notes=(*self.refused, *found.notes))
-            yield _with_fitting_groups(asked, found, f"going on with {run.name} from update {found.state.version}")
+            yield _with_fitting_groups(asked, found, f"continuing {run.name} from update {found.state.version}")
 
     def why(self) -> str:
         """Explain why no checkpoint is usable: the reason of the newest, and the number of older ones."""

@@ -33,7 +33,7 @@ class LTX2Sampling(SamplingSpec, frozen=True, kw_only=True):
     height: Annotated[int, doc("Video height in pixels.", ge=64, most=16_384, multiple_of=32)] = 512
     width: Annotated[int, doc("Video width in pixels.", ge=64, most=16_384, multiple_of=32)] = 768
     num_frames: Annotated[int, doc("Frames of a video: 8k + 1. The sound is as long.", ge=9, most=10_000)] = 121
-    fps: Annotated[float, doc("Frames per second, which the model is told.", gt=0, most=1000)] = 24.0
+    fps: Annotated[float, doc("Frames per second, an input of the model.", gt=0, most=1000)] = 24.0
     guidance_scale: Annotated[
         float, doc("Classifier-free guidance of the video; 1 switches it off.", ge=1, most=1000)
     ] = 1.0

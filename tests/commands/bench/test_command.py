@@ -61,7 +61,7 @@ def test_ctrl_c_is_exit_code_130_and_says_how_to_go_on(bench):
     interrupted = world.FakeTrain(ends=lambda arm, number: KeyboardInterrupt() if number == 1 else None)
     code, out, _ = bench(*SHORT, train=interrupted)
     assert code == 130
-    assert out.splitlines()[-1] == "interrupted; the same command goes on with what is missing in runs/overlap-toy"
+    assert out.splitlines()[-1] == "interrupted; the same command continues with what is missing in runs/overlap-toy"
 
 
 def test_a_report_shows_a_result_again_without_running(bench, tmp_path, capsys):

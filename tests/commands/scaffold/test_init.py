@@ -18,8 +18,9 @@ from omni_async import cli
 from omni_async.algorithms.registry import objective_names
 from omni_async.commands.scaffold import init as scaffold
 from omni_async.commands.scaffold.asking import Questions
+from omni_async.commands.scaffold.proposals import objectives_for, read_objective
 from omni_async.commands.scaffold.recipe import Reward, share_out
-from omni_async.config import load
+from omni_async.config import ConfigError, load
 from omni_async.config.describe import description, walk
 from omni_async.config.schema import Config
 from omni_async.plugins.families import find_family
@@ -208,6 +209,28 @@ def test_a_wrong_answer_is_asked_again_and_enter_takes_the_proposal(workplace, m
     assert "there is no folder nowhere" in shown and "no such file: none.txt" in shown
     assert "did you mean 'flow_grpo'" in shown
     assert "qwen_image" in shown and "ocr fits: every prompt says what ocr looks for" in shown
+
+
+def test_only_objectives_on_what_the_model_draws_are_offered(workplace, monkeypatch):
+    answers = [f"{QUICKSTART}/checkpoint", "signs.jsonl", "", "", "token_grpo", "awm", "0"]
+    code, shown = asked(monkeypatch, *answers)
+    assert (code, load("my.yaml").algorithm.name) == (0, "awm")
+    shown = " ".join(shown.split())
+    latents = [name for name in objective_names() if not name.startswith("token_")]
+    assert f"algorithms: {', '.join(latents)} (docs/choose.md)" in shown
+    why = "token_grpo trains the tokens of answers, and qwen_image draws latents; expected one of ['awm', "
+    assert why in shown
+
+
+def test_a_model_that_draws_tokens_gets_objectives_on_tokens():
+    family = find_family("qwen_omni")
+    assert objectives_for(family) == ["token_cispo", "token_grpo", "token_gspo"]
+    assert read_objective("token_gspo", family).name == "token_gspo"
+    with pytest.raises(ConfigError, match=r"flow_grpo trains denoising steps .* qwen_omni draws tokens; expected one"):
+        read_objective("flow_grpo", family)
+    with pytest.raises(ConfigError, match=r"expected one of .*did you mean 'token_grpo'") as refusal:
+        read_objective("token_grp", family)
+    assert "flow_grpo" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(("ask", "stdin", "stdout"), [(True, True, True), (True, True, False), (False, True, True)])

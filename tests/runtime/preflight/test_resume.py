@@ -87,7 +87,7 @@ def test_auto_resumes_the_newest_run_of_this_name(tmp_path: Path, config: Config
     run_of(replace(config, run=replace(config.run, name=f"{config.run.name}-other")), "20270101-000000", 3)
     point = found(config)
     assert (point.run, point.folder, point.state.version) == (newest, newest / "checkpoints" / "update-000002", 2)
-    assert point.notes == (f"going on with {newest.name} from update 2",)
+    assert point.notes == (f"continuing {newest.name} from update 2",)
     assert (found(recipe(tmp_path, str(newest))).run, found(recipe(tmp_path, str(newest))).state.version) == (newest, 2)
     new = found(recipe(tmp_path, str(newest / "checkpoints" / "update-000001")))
     assert (new.run, new.state.version) == (None, 1), "a checkpoint folder starts a new run"
@@ -124,13 +124,13 @@ def test_auto_reports_what_it_passes_over(tmp_path: Path, config: Config) -> Non
     point = found(config, passed)
     lock.release()
     assert (point.run, point.state.version) == (unfinished, 3)
-    assert point.notes == ("going on with test-20260102-000000 from update 3",)
+    assert point.notes == ("continuing test-20260102-000000 from update 3",)
     runs, nothing, broken, done = passed
     assert runs == "passed over test-20260106-000000: it is running"
     assert nothing == "passed over test-20260104-000000: it has no checkpoint"
     assert broken.startswith("warning: passed over test-20260103-000000: has no checkpoint to resume from (not res")
     assert done.startswith("passed over, because done: test-20260107-000000, test-20260105-000004, ")
-    assert "-000001 and 1 others (checkpoint.resume=<" in done
+    assert "-000001 and 1 more (checkpoint.resume=FOLDER and a larger trainer.updates continue such a run)" in done
 
 
 def test_a_run_beyond_the_last_update_is_refused(tmp_path: Path, config: Config) -> None:
