@@ -19,13 +19,14 @@ from omni_async.checkpoint.folders import newest_first, version_of
 from omni_async.commands.command_line import add_command, newest_run
 from omni_async.commands.emulated import emulated_run
 from omni_async.config import ConfigError
+from omni_async.config.draws import rate_unit
 from omni_async.config.reading import is_within
 from omni_async.config.redact import one_line
 from omni_async.config.role_table import scalable_roles
 from omni_async.config.section import size_text
 from omni_async.control.rounds import Round
 from omni_async.records.read.next_steps import next_steps
-from omni_async.records.read.record import ended_groups, reason_of
+from omni_async.records.read.record import ended_groups, engine_of, reason_of
 from omni_async.records.read.rounds import is_round, read_rounds
 from omni_async.records.write.console import columns, duration, groups_left_out, validated, validation_lines
 from omni_async.records.write.files import read_foreign
@@ -90,7 +91,7 @@ def operate(options: argparse.Namespace) -> int:
         found = left_behind(options.run)
         if options.command != "status":
             if found.summary is not None and not found.running:
-                raise ConfigError(f"the run is over: {_ended(found.summary)[0]}") from None
+                raise ConfigError(f"the run is over: {_ended(found.summary, found.rate_unit)[0]}") from None
             raise ConfigError(str(error)) from None
         if options.json:
             return _say([msgspec.json.format(msgspec.json.encode(found), indent=2).decode()])
@@ -196,7 +197,7 @@ def _progress(found: Mapping[str, Any]) -> list[str]:
     if reserve or starved:
         numbers.append(f"reserve {reserve:.3g} s (trainer waited {starved:.3g} s)")
     if found["images_per_s"] is not None:
-        numbers.append(f"images/s {found['images_per_s']:.1f}")
+        numbers.append(f"{found.get('rate_unit', 'images/s')} {found['images_per_s']:.1f}")
     lines = [f"update {found['update']}/{found['updates']}, {left}", *filter(None, [", ".join(numbers)])]
     if (validation := found["validation"]) is not None:
         lines.append(validated(msgspec.convert(validation, ValidationPoint)))
@@ -234,7 +235,8 @@ class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: the newest folder.
     ended: groups by ending, and reject_reasons, drop_reasons: the reasons, from the ledger.
     unread: why some lines of the ledger are not counted; None: all are counted.
-    resumes_from: the update that a running attempt continues from, until its first update; later ones do not count."""
+    resumes_from: the update that a running attempt continues from, until its first update; later ones do not count.
+    rate_unit: of `images_per_s` in the numbers and in the summary."""
 
     run: str
     running: bool
@@ -249,6 +251,7 @@ class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
     drop_reasons: dict[str, int] = {}
     unread: str | None = None
     resumes_from: int | None = None
+    rate_unit: str = "images/s"
 
 
 def left_behind(folder: Path) -> LeftBehind:
@@ -274,6 +277,7 @@ def left_behind(folder: Path) -> LeftBehind:
         validation=ValidationPoint.of(rounds[-1]) if rounds else None,
         **ended,
         resumes_from=None if resumption is None else resumption.update,
+        rate_unit=rate_unit(engine_of(run)),
         checkpoint=next((str(path) for path in newest_first(run.checkpoints) if is_within(path, folder)), None),
     )
 
@@ -302,7 +306,7 @@ def _endings(run: RunDirectory, lines: int | None) -> dict[str, Any]:
 def left_behind_lines(found: LeftBehind) -> list[str]:
     """Render for a person how a run ended, or that it was interrupted, and how to continue it."""
     if found.summary is not None and not found.running:
-        return [*_ended(found.summary), *_goes_on(found)]
+        return [*_ended(found.summary, found.rate_unit), *_goes_on(found)]
     running = "it is running, but does not answer from here: it may be starting or ending, or run on another machine"
     killed = "it is not running, and it left no summary: it was killed, or the machine went down"
     lines = [f"{found.run}: {running if found.running else killed}"]
@@ -311,7 +315,8 @@ def left_behind_lines(found: LeftBehind) -> list[str]:
     if not found.update:
         lines.append("no update was made")
     else:
-        numbers = "".join(f", {name} {value:.3g}" for name, value in found.numbers.items())
+        names = {"images_per_s": found.rate_unit}
+        numbers = "".join(f", {names.get(name, name)} {value:.3g}" for name, value in found.numbers.items())
         lines.append(f"the last update was {found.update}{_at(found.finished)}{numbers}")
     if (point := found.validation) is not None:
         lines.append(validated(point))
@@ -331,7 +336,7 @@ def _at(seconds: float | None) -> str:
         return ""
 
 
-def _ended(summary: Summary) -> list[str]:
+def _ended(summary: Summary, unit: str) -> list[str]:
     reason = f" ({summary.reason})" if summary.reason else ""
     made = f"{summary.updates} update{'s' * (summary.updates != 1)}, {duration(summary.wall_s)} after loading"
     lines = [f"{summary.run}: {summary.status}{reason} after {made}"]
@@ -342,7 +347,7 @@ def _ended(summary: Summary) -> list[str]:
     if trained := sum(summary.staleness.values()):
         mean = sum(age * count for age, count in summary.staleness.items()) / trained
         ages = f"staleness {mean:.1f} updates on average, {summary.staleness_max} at most"
-        lines.append(f"{ages}; images/s {summary.images_per_s:.1f}")
+        lines.append(f"{ages}; {unit} {summary.images_per_s:.1f}")
     counts = msgspec.to_builtins(summary.counters)
     return [*lines, *_groups(counts, summary.reject_reasons, summary.drop_reasons)]
 

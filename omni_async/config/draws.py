@@ -22,6 +22,16 @@ def drawn(c: Config) -> Literal["latents", "tokens"] | None:
     return None if c.emulation is None else "tokens" if c.rollout.engine == TOKEN_ENGINE else "latents"
 
 
+def rate_unit(engine: object) -> str:
+    """Return the unit of a run's throughput, by the value of `rollout.engine`."""
+    return "answers/s" if engine == TOKEN_ENGINE else "images/s"
+
+
+def export_loader(engine: object) -> str:
+    """Return the library that loads the export of a run, by the value of `rollout.engine`."""
+    return "transformers" if engine == TOKEN_ENGINE else "diffusers"
+
+
 def draws_problems(c: Config) -> Iterator[str]:
     """Yield error texts for an engine, and for keys, of models that draw something else."""
     draws, engine, family = drawn(c), c.rollout.engine, f"model.pipeline {c.model.pipeline!r}"

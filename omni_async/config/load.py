@@ -244,6 +244,16 @@ def checkpoint_class(folder: Path) -> tuple[Literal["diffusers", "transformers"]
     return "diffusers", read_model_index(folder).get("_class_name")
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder has a checkpoint in either layout."""
+    if (folder / INDEX).is_file():
+        return True
+    try:
+        return checkpoint_class(folder)[0] == "transformers"
+    except ConfigError:
+        return False
+
+
 def read_model_index(folder: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's model_index.json. Raises ConfigError if it is missing or invalid."""
     if not (folder / INDEX).is_file():

@@ -146,7 +146,9 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     draws: what its policy draws: `latents` (an `omni_async.diffusion.policy.Policy`) or `tokens` (an
         `omni_async.tokens.policy.TokenPolicy`).
     layout: `diffusers`, a folder per component below a `model_index.json`; or `transformers`, one folder with a
-        `config.json` and all weights."""
+        `config.json` and all weights.
+    component_class: with layout `transformers`, the class that loads the first component from the folder of the model;
+        None: `model_index_class`."""
 
     name: str
     policy: str
@@ -162,6 +164,7 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     parity: str | None = None
     draws: Literal["latents", "tokens"] = "latents"
     layout: Literal["diffusers", "transformers"] = "diffusers"
+    component_class: str | None = None
 
 
 @cache

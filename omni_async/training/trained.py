@@ -68,8 +68,10 @@ class TrainedWeights:
             raise TrainingError(f"{self._folder} cannot be read: its tensors have {asked} bytes, and its files {held}")
 
     def names(self, component: str) -> list[str]:
-        """Return the diffusers names of a component's trained tensors."""
-        start = f"{component}."
+        """Return the names of a component's trained tensors in the model's files.
+
+        An empty component means all of them; their names then begin with the component's."""
+        start = _key(component, "")
         return sorted(key.removeprefix(start) for key in self._stored if key.startswith(start))
 
     @property
@@ -77,25 +79,26 @@ class TrainedWeights:
         return sorted({key.partition(".")[0] for key in self._stored})
 
     def shape(self, component: str, name: str) -> tuple[int, ...]:
-        return tuple(self._stored[f"{component}.{name}"].size)
+        return tuple(self._stored[_key(component, name)].size)
 
     def read(self, component: str, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Return tensors of a component on the CPU, in the dtype of training.
 
         Args:
-            component: the folder's name in the model, such as `transformer`.
+            component: as in `names`, such as `transformer`.
             names: the names to read; None: all.
 
         Raises:
             TrainingError: they cannot be read; one line."""
         names = self.names(component) if names is None else names
-        wanted = {name: f"{self._prefix}{component}.{name}" for name in names}
-        entries = {name: self._stored[f"{component}.{name}"] for name in wanted}
+        wanted = {name: f"{self._prefix}{_key(component, name)}" for name in names}
+        entries = {name: self._stored[_key(component, name)] for name in wanted}
         try:
             found = {wanted[name]: torch.empty(one.size, dtype=one.properties.dtype) for name, one in entries.items()}
             read_tensors(found, storage_reader=HuggingFaceStorageReader(str(self._folder)), no_dist=True)
             tensors = {name: found[key] for name, key in wanted.items()}
-            self.not_finite += [f"{component}.{name}" for name, one in tensors.items() if not torch.isfinite(one).all()]
+            bad = (name for name, one in tensors.items() if not torch.isfinite(one).all())
+            self.not_finite += [_key(component, name) for name in bad]
         except Exception as error:
             reason = " ".join(str(error).split())[:500]
             raise TrainingError(f"{self._folder} cannot be read: {type(error).__name__}: {reason}") from error
@@ -113,7 +116,7 @@ class TrainedWeights:
         waiting: list[str] = []
         held = 0
         for name in self.names(component):
-            stored = self._stored[f"{component}.{name}"]
+            stored = self._stored[_key(component, name)]
             nbytes = stored.size.numel() * stored.properties.dtype.itemsize
             if waiting and held + nbytes > most:
                 yield from self.read(component, waiting).items()
@@ -121,3 +124,7 @@ class TrainedWeights:
             waiting.append(name)
             held += nbytes
         yield from self.read(component, waiting).items()
+
+
+def _key(component: str, name: str) -> str:
+    return f"{component}.{name}" if component else name

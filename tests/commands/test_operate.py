@@ -203,6 +203,9 @@ def test_a_run_that_is_over_or_failed_is_shown_from_its_summary(tmp_path, capsys
         "next:",
         f"  omni-async report {folder}  # a page about it",
     ]
+    (folder / "config.yaml").write_text("rollout: {engine: transformers}\n")
+    assert main(["status", str(folder)]) == 0
+    assert "2 at most; answers/s 20.0\n" in capsys.readouterr().out
     assert main(["status", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["running"], found["update"], found["summary"]["status"]) == (False, 2, "done")

@@ -186,10 +186,6 @@ def test_a_checkpoints_content_is_compared_whatever_files_hold_it(tmp_path: Path
         ("simulate", "RECIPE", "--profile", "qwen_image_lora_h800", "--what-if"),
         ("simulate", "RUN"),
         ("tune", "RECIPE", "--profile", "qwen_image_lora_h800", "--devices", "4"),
-        ("sample", "RUN"),
-        ("sample", "RECIPE_MODEL", "--prompt", "x"),
-        ("eval", "RUN"),
-        ("export", "RUN", "--out", "exported"),
         ("init", "my.yaml", "--model", "RECIPE_MODEL", "--prompts", "PROMPTS"),
     ],
     ids=" ".join,
@@ -207,4 +203,4 @@ def test_commands_for_latents_refuse_tokens_in_one_line(
     assert main([str(named.get(word, word)) for word in command]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("omni-async: ")
-    assert "tokens" in err or "neither a model in diffusers layout" in err
+    assert "tokens" in err

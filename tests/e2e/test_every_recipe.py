@@ -116,10 +116,11 @@ def test_the_video_task_trains(name: str, tmp_path: Path) -> None:
     assert made.metrics[0]["log_ratio_nats/absmax"] < 1e-2, "engine and trainer compute the same"
 
 
-def test_the_reading_task_trains(tmp_path: Path) -> None:
+def test_the_reading_task_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ("trainer.updates=3", "trainer.groups_per_update=4", "validation.samples_per_prompt=1", f"run.dir={tmp_path}")
     made = run(RECIPES / "quickstart/read_digits/read_digits.yaml", *few, "tracking.mlflow.enabled=false")
     made.check_every_group_ended_once()
+    assert capsys.readouterr().out.count("answers/s ") == 3
     base, last = made.summary.validation
     assert (base.version, last.version) == (0, 3)
     assert 0.1 < base.value < 0.7, "it reads some images right"

@@ -29,20 +29,21 @@ if TYPE_CHECKING:
     from omni_async.commands.evaluation.settings import Settings
 
 _SAMPLE = """\
-Generate samples with a model: a diffusers folder (a base model or an export), a run or a checkpoint.
+Generate samples with a model: a folder of diffusers or transformers (a base model or an export), a run or a checkpoint.
 
   omni-async sample recipes/quickstart/checkpoint --prompt "the digit 7" height=64 width=64
   omni-async sample runs/quickstart-20260101-120000
   omni-async sample runs/quickstart-20260101-120000 --which best --against base --limit 8 --out before_after
   omni-async sample my_export --against runs/quickstart-20260101-120000 --prompts prompts.txt --seeds 4 --out drawn
 
-The diffusers engine generates the samples in this process, without noise between steps, as validation does. A run
-brings its own sampling settings, validation steps, prompts and noise. A prompt of its validation gets the same noise
-as in the run, so the sample is the run's own. A plain folder uses the defaults of its family. key=value changes a key
-of rollout.sampling, such as `height=64`, or any key of a recipe by its whole name, such as `model.dtype=bfloat16`.
+The samples are generated in this process, without noise between steps, as validation does. A run brings its own
+sampling settings, validation steps, prompts and noise. A prompt of its validation gets the same noise as in the run, so
+the sample is the run's own. A plain folder uses the defaults of its family. key=value changes a key of
+rollout.sampling, such as `height=64`, or any key of a recipe by its whole name, such as `model.dtype=bfloat16`.
 
 DIR gets grid.png, and for every model a folder with its files and samples.jsonl, a table that `omni-async score` reads.
-With --against every model gets the same prompts and the same noise, and the grid shows the models side by side.
+With --against every model gets the same prompts and the same noise, and the grid shows the models side by side. For
+models that answer in text, DIR has answers.txt instead of grid.png.
 
 The same command resumes an interrupted one.
 
@@ -60,11 +61,11 @@ Compare models on the same prompts with the same noise, by the reward that the r
 A run contributes its base and all its checkpoints, or the ones named by --which. Settings, prompts and the reward
 come from the first run, or from --recipe. Every other model is compared with the first.
 
-DIR gets filmstrip.png (a row per prompt, a column per model), results.json and results.csv (of the reward and all its
-parts: mean, 95 % interval, difference from the first model with its interval and p), scores.csv (a row per sample), and
-the files of `omni-async sample`. Intervals and tests count prompts and not samples, because samples of one prompt are
-alike. Holm's procedure corrects p values for the number of models. A sample without a score is left out, and listed
-with the reason.
+DIR gets filmstrip.png (a row per prompt, a column per model; for texts answers.txt), results.json and results.csv (of
+the reward and all its parts: mean, 95 % interval, difference from the first model with its interval and p), scores.csv
+(a row per sample), and the files of `omni-async sample`. Intervals and tests count prompts and not samples, because
+samples of one prompt are alike. Holm's procedure corrects p values for the number of models. A sample without a score
+is left out, and listed with the reason.
 
 The same command resumes an interrupted one: no sample is generated or scored twice. Models can be added to DIR; other
 settings are refused.
@@ -88,7 +89,7 @@ def add_sample(commands: Any) -> None:
         "get something out",
     )
     add = parser.add_argument
-    add("what", metavar="WHAT", help="a model in diffusers layout, an export, a run, or a checkpoint")
+    add("what", metavar="WHAT", help="a model's folder, an export, a run, or a checkpoint")
     _add_overrides(parser)
     add("--which", metavar="W", help="of a run: best (by validation), last, or a number of updates (default: last)")
     more = "also generate with this model: `base` (the base of WHAT), or anything that WHAT can be"
@@ -166,11 +167,9 @@ def sample(options: argparse.Namespace) -> int:
     settings = settings_of(options, models)
     for note in settings.notes:
         print_error(note)
-    from omni_async.commands.evaluation.pictures import grid
-
     with _gallery(options, options.out or _DRAWN / _name_of(options.what), settings, models, {}) as gallery:
         code = _drawn(settings, models, gallery)
-        return code or _saved(gallery, {"grid.png": grid(gallery, models, settings.requests())}, [])
+        return code or _saved(gallery, _shown(settings, models, gallery), [])
 
 
 def _notes(models: Sequence[Model]) -> None:
@@ -237,19 +236,36 @@ def _interruptible(work: Coroutine[Any, Any, Any]) -> int:
     return 0
 
 
-def _saved(gallery: Gallery, pictures: dict[str, Any], more: list[str]) -> int:
-    """Save the pictures that exist, and print the contents of the folder. Returns the exit code."""
-    from omni_async.config.writing import replacing
+def _shown(settings: Settings, models: list[Model], gallery: Gallery, rows: int | None = None) -> dict[str, Any]:
+    """Return the files that show the samples, by name: a picture, or a page of texts.
 
-    for name, picture in pictures.items():
+    `rows`: the number of prompts in the picture of `eval`."""
+    from omni_async.commands.evaluation.answers import FILE, answers_page
+    from omni_async.commands.evaluation.pictures import filmstrip, grid
+
+    requests = settings.requests()
+    if settings.family.draws == "tokens":
+        return {FILE: answers_page(gallery, models, requests)}
+    if rows is None:
+        return {"grid.png": grid(gallery, models, requests)}
+    return {"filmstrip.png": filmstrip(gallery, models, requests, rows)}
+
+
+def _saved(gallery: Gallery, shown: dict[str, Any], more: list[str]) -> int:
+    """Save the pictures and texts that exist, and print the contents of the folder. Returns the exit code."""
+    from omni_async.config.writing import replacing, write_atomic
+
+    for name, content in shown.items():
         try:
-            if picture is not None:
+            if isinstance(content, str):
+                write_atomic(gallery.folder / name, content.encode("utf-8", "backslashreplace"))
+            elif content is not None:
                 with replacing(gallery.folder / name) as unfinished:
-                    picture.save(unfinished)
+                    content.save(unfinished)
         except OSError as error:
             print_error(f"{gallery.folder / name} could not be written: {error.strerror or error}")
             return 1
-    sys.stdout.write(f"{gallery.folder}: {', '.join([*pictures, *more, *gallery.labels])}\n")
+    sys.stdout.write(f"{gallery.folder}: {', '.join([*shown, *more, *gallery.labels])}\n")
     return 0
 
 
@@ -290,7 +306,6 @@ def _conclude(
     """Print and write the comparison. Returns the exit code."""
     from rich.console import Console
 
-    from omni_async.commands.evaluation.pictures import filmstrip
     from omni_async.commands.evaluation.results import compare, show, write
 
     requests, scores = settings.requests(), gallery.scores
@@ -301,6 +316,6 @@ def _conclude(
     except OSError as error:
         print_error(f"results could not be written: {error.strerror or error}")
         return 1
-    picture = filmstrip(gallery, models, requests, options.rows)
-    code = _saved(gallery, {"filmstrip.png": picture}, ["results.json", "results.csv", "scores.csv"])
+    pages = _shown(settings, models, gallery, options.rows)
+    code = _saved(gallery, pages, ["results.json", "results.csv", "scores.csv"])
     return code or int(not results.rows)

@@ -1,4 +1,4 @@
-"""Generates the models' samples for the same requests, with the diffusers engine in this process.
+"""Generates the models' samples for the same requests, in this process, with the engine of diffusers or transformers.
 
 Models with the same base folder share one loaded pipeline: the base draws first, then the trained weights of one
 checkpoint after the other are swapped in. Waits only for the engine, which its finished batches unblock; media are
@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.commands.evaluation.gallery import Gallery
-from omni_async.commands.evaluation.models import Model, adapter_files
+from omni_async.commands.evaluation.models import PEFT_ADAPTERS, Model, adapter_files
 from omni_async.commands.evaluation.settings import Settings
 from omni_async.config import ConfigError
 from omni_async.config.reading import real_path
@@ -30,6 +30,9 @@ from omni_async.diffusion.policy import load_policy
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.calls import draw_calls
 from omni_async.rollout.diffusers_engine import DiffusersEngine
+from omni_async.rollout.in_process import InProcessEngine
+from omni_async.rollout.transformers_engine import TransformersEngine
+from omni_async.tokens.policy import load_token_policy
 from omni_async.training import TrainingError
 from omni_async.training.trained import TrainedWeights
 from omni_async.types import SampleRequest
@@ -108,31 +111,35 @@ def _program(settings: Settings) -> Program | None:
         raise ConfigError(one_line(str(error))) from None
 
 
-def _generating(engine: DiffusersEngine, program: Program | None) -> Generate:
+def _generating(engine: InProcessEngine, program: Program | None) -> Generate:
     if program is None:
         return engine.generate
     return lambda request: draw_calls(program, request, engine.generate)
 
 
-async def _started(settings: Settings, base: Path) -> DiffusersEngine:
-    rollout = settings.config.rollout
+async def _started(settings: Settings, base: Path) -> InProcessEngine:
     try:
-        engine = DiffusersEngine(
-            "model",
-            load_policy(settings.family, str(base)),
-            dtype=getattr(torch, settings.config.model.dtype),
-            max_batch=rollout.max_batch,
-            device=settings.device,
-            conditioning_bytes=bytes_of(rollout.conditioning_cache),
-            offload=rollout.offload,
-        )
+        engine = _engine(settings, str(base))
         await engine.start()
     except Exception as error:
         raise ConfigError(f"{base} cannot be loaded: {type(error).__name__}: {one_line(str(error), 500)}") from error
     return engine
 
 
-async def _take_weights(engine: DiffusersEngine, model: Model, settings: Settings, number: int) -> None:
+def _engine(settings: Settings, base: str) -> InProcessEngine:
+    rollout, family = settings.config.rollout, settings.family
+    common: dict[str, Any] = {
+        "dtype": getattr(torch, settings.config.model.dtype),
+        "max_batch": rollout.max_batch,
+        "device": settings.device,
+        "conditioning_bytes": bytes_of(rollout.conditioning_cache),
+    }
+    if family.draws == "tokens":
+        return TransformersEngine("model", load_token_policy(family, base), **common)
+    return DiffusersEngine("model", load_policy(family, base), offload=rollout.offload, **common)
+
+
+async def _take_weights(engine: InProcessEngine, model: Model, settings: Settings, number: int) -> None:
     """Load the weights of a checkpoint or an export into the engine as version `number`, as a run's publisher does.
 
     Raises ConfigError if they do not fit."""
@@ -163,11 +170,12 @@ def _packed(model: Model, settings: Settings, number: int) -> Snapshot:
 
 
 def _exported(model: Model, first: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the adapters of an export; diffusers calls every component `transformer` in them."""
+    """Yield the adapters of an export; diffusers calls every component `transformer` in them, PEFT `base_model`."""
     assert model.adapter is not None
     for component, file in adapter_files(model.adapter).items():
         for name, tensor in load_file(file).items():
-            yield f"{component or first}.{name.partition('.')[2]}", tensor
+            own = name.removeprefix("base_model.model.") if file.name == PEFT_ADAPTERS else name.partition(".")[2]
+            yield f"{component or first}.{own}", tensor
 
 
 async def _draw(

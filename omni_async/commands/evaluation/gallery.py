@@ -2,7 +2,8 @@
 
     settings.json                settings and weights of the samples; with other settings the folder is refused
     base/000-1.png               the image of sample 1 of prompt 0; also .mp4 and .wav
-    base/samples.jsonl           a row per sample, appended when its files are whole; `omni-async score` reads it
+    base/samples.jsonl           a row per sample, appended when its files are whole; `omni-async score` reads it. The
+                                 row of a text has the text itself, and the sample's name as `sample_id`
     scores.jsonl                 a row per score
 
 A sample without a row is drawn again.
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from omni_async.commands.evaluation.models import Model
+from omni_async.commands.scoring.samples import Sample, text_of
 from omni_async.config import ConfigError
 from omni_async.config.decoding import decode_json
 from omni_async.config.reading import TooLargeError, read_file, require_file
@@ -35,6 +37,7 @@ from omni_async.types import Prompt, SampleRequest, Score
 T = TypeVar("T")
 
 TABLE = "samples.jsonl"
+_NAME = "sample_id"  # in the row of a text
 _SETTINGS, _SCORES, _LOCK = "settings.json", "scores.jsonl", ".lock"
 _LARGEST_SETTINGS = 2**26  # bytes
 _LARGEST_SCORE = 1e100  # as `rewards/base.py` bounds a score's parts
@@ -128,9 +131,9 @@ class Gallery:
             raise OSError(errno.EINVAL, f"{label} is a link, not a folder")
         folder.mkdir(exist_ok=True)
         rows: list[dict[str, Any]] = self._records(folder / TABLE, dict[str, Any])
-        whole = [row for row in rows if (files := _files(folder, row)) and all(map(self._holds, files.values()))]
+        whole = [row for row in rows if _name_in(row) and all(map(self._holds, _files(folder, row).values()))]
         self._rewrite(folder / TABLE, whole)
-        return {next(iter(_files(folder, row).values())).stem: row for row in whole}
+        return {_name_in(row): row for row in whole}
 
     def _records(self, file: Path, kind: type[T]) -> list[T]:
         if os.path.lexists(file):
@@ -161,14 +164,19 @@ class Gallery:
     def add(self, label: str, request: SampleRequest, media: Media) -> None:
         """Write a model's sample. If it raises OSError, no row was added."""
         folder = self.folder / label
-        row = sample_row(request.prompt, media, write_media(media, folder / _name(request)))
+        files = write_media(media, folder / _name(request))
+        row = sample_row(request.prompt, media, files) | ({} if files else {_NAME: _name(request)})
         append_jsonl(folder / TABLE, row)
         self._drawn[label][_name(request)] = row
 
-    def files(self, label: str, request: SampleRequest) -> dict[str, Path]:
-        """Return the files of a sample by part of media; empty if it was not drawn."""
+    def sample(self, label: str, request: SampleRequest) -> Sample | None:
+        """Return a sample; None if it was not drawn. Raises ConfigError, one line, for a damaged text."""
         row = self._drawn[label].get(_name(request))
-        return {} if row is None else _files(self.folder / label, row)
+        if row is None:
+            return None
+        files, name = _files(self.folder / label, row), f"{label}/{_name(request)}"
+        text = None if files else text_of(f"{self.folder / label / TABLE}: {_name(request)}", dict(row))
+        return Sample(name, files, request.prompt, self.folder, text)
 
     @property
     def scores(self) -> dict[str, dict[tuple[int, int], Score]]:
@@ -204,6 +212,13 @@ def _name(request: SampleRequest) -> str:
 
 def _files(folder: Path, row: dict[str, Any]) -> dict[str, Path]:
     return {part: folder / Path(row[part]).name for part in ARRAYS if isinstance(row.get(part), str)}
+
+
+def _name_in(row: dict[str, Any]) -> str:
+    """Return the name of a row's sample, from its files or, for a text, its own; empty if it has neither."""
+    if files := _files(Path(), row):
+        return next(iter(files.values())).stem
+    return row[_NAME] if isinstance(row.get("text"), str) and isinstance(row.get(_NAME), str) else ""
 
 
 def _weights(entry: Any) -> str | None:

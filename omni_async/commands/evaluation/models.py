@@ -1,4 +1,4 @@
-"""Finds the models that a user names: a diffusers folder, an export, the folder of a run, or a checkpoint in it.
+"""Finds the models that a user names: a model's folder, an export, the folder of a run, or a checkpoint in it.
 
 Imports no torch and reads no weights, except to compare a checkpoint with its manifest.
 """
@@ -18,7 +18,7 @@ from omni_async.checkpoint.folders import MANIFEST_FILE, by_version, folder_name
 from omni_async.checkpoint.statement import plain
 from omni_async.config import Config, ConfigError, load, of_tree
 from omni_async.config.hub import downloaded, how_to_get
-from omni_async.config.load import INDEX
+from omni_async.config.load import INDEX, is_checkpoint
 from omni_async.config.reading import read_file, real_path
 from omni_async.records.read.chosen import Chosen, base_recipe, choose
 
@@ -26,6 +26,7 @@ Policy = Literal["drawing", "trained", "old", "ema"]
 DRAWING: Policy = "drawing"
 BASE = "base"
 ADAPTERS = "pytorch_lora_weights.safetensors"
+PEFT_ADAPTERS = "adapter_model.safetensors"  # of models in transformers layout
 EXPORTED_RECIPE = "recipe.yaml"
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -35,7 +36,7 @@ class Model:
     """A model to draw with.
 
     label: its name in results and folders.
-    base: the diffusers folder.
+    base: the folder of the whole model.
     trained: the checkpoint whose weights replace the base's; None: no replacement.
     adapter: the export whose adapters are added to the base; None: no adapters.
     run: the run's folder; None for a folder outside a run.
@@ -111,7 +112,7 @@ def find_models(given: Sequence[str], which: Sequence[str]) -> list[Model]:
 def find_model(given: str, which: str | None = None) -> Model:
     """Return one model; for a run the checkpoint `which`, by default the last. Raises ConfigError, one line."""
     folder = _folder(given)
-    if (folder / INDEX).is_file():
+    if is_checkpoint(folder):
         if which is not None:
             raise ConfigError(f"--which {which}: {given} is no run, but one model; leave --which out")
         return Model(_label(folder), folder)
@@ -121,8 +122,8 @@ def find_model(given: str, which: str | None = None) -> Model:
         return _of_run(folder, which or "last")
     if not (folder / MANIFEST_FILE).is_file():
         raise ConfigError(
-            f"{given}: neither a model in diffusers layout (no {INDEX}), nor adapters (no {ADAPTERS}), nor a run (no"
-            f" config.yaml), nor a checkpoint (no {MANIFEST_FILE})"
+            f"{given}: neither a model (no {INDEX}, and no config.json that names architectures), nor adapters (no"
+            f" {ADAPTERS} or {PEFT_ADAPTERS}), nor a run (no config.yaml), nor a checkpoint (no {MANIFEST_FILE})"
         )
     return _trained(choose(folder, which))
 
@@ -164,10 +165,10 @@ def named_apart(models: Sequence[Model]) -> list[Model]:
 
 def adapter_files(folder: Path) -> dict[str, Path]:
     """Return the files of an export of adapters by component; empty if the folder is no such export."""
-    first = folder / ADAPTERS
-    if not first.is_file():
-        return {}
-    return {"": first, **{file.parent.name: file for file in sorted(folder.glob(f"*/{ADAPTERS}"))}}
+    for name in (ADAPTERS, PEFT_ADAPTERS):
+        if (folder / name).is_file():
+            return {"": folder / name, **{file.parent.name: file for file in sorted(folder.glob(f"*/{name}"))}}
+    return {}
 
 
 def _base_of_adapter(folder: Path) -> Path:

@@ -10,7 +10,6 @@ import numpy as np
 
 from omni_async.commands.evaluation.gallery import Gallery
 from omni_async.commands.evaluation.models import Model
-from omni_async.data.media_files import read_media
 from omni_async.records.write.images import image_grid, tile
 from omni_async.types import SampleRequest, Score
 
@@ -63,11 +62,11 @@ def _picture(
     said: Callable[[Model, SampleRequest], str],
     columns: int | None,
 ) -> Image | None:
-    cells = [(model, request, gallery.files(model.label, request)) for request in requests for model in models]
-    if not any(files for _, _, files in cells):
+    cells = [(model, request, gallery.sample(model.label, request)) for request in requests for model in models]
+    if not any(sample for _, _, sample in cells):
         return None
     items = [
-        (tile(read_media(files, gallery.folder)) if files else np.zeros(_ABSENT, np.uint8), said(model, request))
-        for model, request, files in cells
+        (np.zeros(_ABSENT, np.uint8) if sample is None else tile(sample.media()), said(model, request))
+        for model, request, sample in cells
     ]
     return image_grid(items, columns=columns)

@@ -67,14 +67,13 @@ async def score_all(
     failed: list[Failed] = []
     for model in models:
         for request in requests:
-            files = gallery.files(model.label, request)
+            sample = gallery.sample(model.label, request)
             if (request.prompt.index, request.sample) in there[model.label]:
                 continue
-            if not files:
+            if sample is None:
                 failed.append(Failed(model.label, request.prompt.index, request.sample, "it was not drawn"))
                 continue
-            name = f"{model.label}/{next(iter(files.values())).stem}"
-            waiting.append((model.label, request, Scored(Sample(name, files, request.prompt, gallery.folder))))
+            waiting.append((model.label, request, Scored(sample)))
     done = len(models) * len(requests) - len(waiting)
     progress(done)
     if not waiting:
@@ -108,7 +107,6 @@ def _witnesses(models: Sequence[Model], requests: Sequence[SampleRequest], galle
     for model in models:
         for request in requests:
             if (request.prompt.index, request.sample) in there[model.label]:
-                files = gallery.files(model.label, request)
-                witness = Sample(model.label, files, request.prompt, gallery.folder)
-                return [Scored(witness) for _ in range(2)] if files else []
+                witness = gallery.sample(model.label, request)
+                return [Scored(witness) for _ in range(2)] if witness is not None else []
     return []

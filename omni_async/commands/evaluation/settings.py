@@ -19,7 +19,6 @@ from msgspec.structs import replace
 
 from omni_async.commands.evaluation.models import Model
 from omni_async.config import Config, ConfigError, load, of_model
-from omni_async.config.draws import require_latents
 from omni_async.config.load import decode, family_of
 from omni_async.config.redact import redact
 from omni_async.config.schema import Validation
@@ -82,7 +81,8 @@ def settings_of(options: argparse.Namespace, models: Sequence[Model]) -> Setting
         family = find_family(config.model.pipeline or family_of(models[0].base))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    require_latents(family, options.command)
+    if family.draws == "tokens" and options.steps is not None:
+        raise ConfigError(f"--steps: {family.name!r} draws tokens, without denoising steps; leave it out")
     if options.guidance is not None:
         config = _guided(config, family, options.guidance)
     for model in models:

@@ -67,7 +67,8 @@ def write_card(folder: Path, chosen: Chosen, policy: str, loading: Loading) -> N
 
 def _facts(chosen: Chosen, policy: str, base: str) -> dict[str, Any]:
     config = chosen.config
-    lora = config.model.lora
+    lora, tokens = config.model.lora, chosen.family.draws == "tokens"
+    validation = None if tokens else config.validation
     trained = "all weights" if lora is None else f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}"
     sampling = {name: getattr(config.rollout.sampling, name) for name in config.rollout.sampling.__struct_fields__}
     return {
@@ -81,8 +82,8 @@ def _facts(chosen: Chosen, policy: str, base: str) -> dict[str, Any]:
         "updates": chosen.version,
         "prompts per update x samples": f"{config.trainer.groups_per_update} x {config.rollout.group_size}",
         "staleness budget": config.staleness.max_updates,
-        "denoising steps in training": config.rollout.num_inference_steps,
-        "denoising steps in validation": config.validation and config.validation.num_inference_steps,
+        "denoising steps in training": None if tokens else config.rollout.num_inference_steps,
+        "denoising steps in validation": validation and validation.num_inference_steps,
         **{f"sampling: {name}": value for name, value in sampling.items()},
         "seed": config.run.seed,
     }
@@ -141,7 +142,7 @@ def _front_matter(chosen: Chosen, relation: str) -> dict[str, Any]:
         "license": "unknown",
         **licence,
         **({"base_model": name, "base_model_relation": relation} if "/" in name else {}),
-        "library_name": "diffusers",
+        "library_name": chosen.family.layout,
         "pipeline_tag": _task(chosen),
         "tags": ["omni_async", "reinforcement-learning", chosen.config.algorithm.name]
         + (["lora"] if relation == "adapter" else []),
@@ -150,6 +151,8 @@ def _front_matter(chosen: Chosen, relation: str) -> dict[str, Any]:
 
 def _task(chosen: Chosen) -> str:
     media = chosen.config.rollout.sampling.media()
+    if any(one.part == "text" for one in media):
+        return "image-text-to-text" if chosen.family.prompt_images else "text-generation"
     made = "video" if any(one.part == "video" for one in media) else "image"
     return f"{'image' if chosen.family.needs_images else 'text'}-to-{made}"
 

@@ -19,16 +19,18 @@ if TYPE_CHECKING:
     from omni_async.records.read.chosen import Chosen
 
 _EXPORT = """\
-Convert a checkpoint into files that diffusers loads: a whole model, or the adapters of a run with model.lora. The
-folder has a model card (README.md) with the recipe, the curves and samples of the run:
+Convert a checkpoint into files that diffusers loads, or transformers if the model draws tokens: a whole model, or the
+adapters of a run with model.lora. The folder has a model card (README.md) with the recipe, the curves and samples of
+the run:
 
   omni-async export runs/quickstart-20260101-120000 --out trained
   omni-async export runs/quickstart-20260101-120000 --which best --out trained
   omni-async export runs/lora-20260101-120000/checkpoints/update-000060 --merged --out trained
 
 A run with model.lora gives its adapters (pytorch_lora_weights.safetensors, for load_lora_weights, and comfyui/ for
-ComfyUI), or with --merged a whole model. Files that training left alone are copied from the base model, or with --link
-hard-linked to it. The folder must not exist. It appears whole or not at all, however the command ends.
+ComfyUI; for transformers PEFT's adapter_model.safetensors), or with --merged a whole model. Files that training left
+alone are copied from the base model, or with --link hard-linked to it. The folder must not exist. It appears whole or
+not at all, however the command ends.
 
 Exit codes: 0 done, 2 there is nothing to export, the base model is missing, or --out cannot be written.
 """
@@ -39,7 +41,7 @@ def add_export(commands: Any) -> None:
     parser = add_command(
         commands,
         "export",
-        "make a folder or adapters that diffusers loads of a checkpoint",
+        "make a folder or adapters that diffusers or transformers loads",
         _EXPORT,
         f"{__name__}:export",
         "get something out",
@@ -96,14 +98,15 @@ def _write(chosen: Chosen, options: argparse.Namespace) -> int:
     from omni_async.commands.export.card import write_card
     from omni_async.commands.export.folder import whole_folder
     from omni_async.commands.export.full import FullModel
-    from omni_async.commands.export.how_to_load import adapter_loading, full_loading
+    from omni_async.commands.export.how_to_load import adapter_loading, base_name, full_loading
+    from omni_async.commands.export.peft_adapter import PeftAdapter
     from omni_async.training import TrainingError
     from omni_async.training.trained import TrainedWeights
 
     lora = chosen.config.model.lora
     scale = 1.0 if lora is None else lora.alpha / lora.rank
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    content: Adapter | FullModel
+    content: Adapter | PeftAdapter | FullModel
     try:
         trained = TrainedWeights(chosen.folder, options.policy)
         if not trained.drew:
@@ -112,10 +115,13 @@ def _write(chosen: Chosen, options: argparse.Namespace) -> int:
         if foreign := next((one for one in trained.components if one not in chosen.components), None):
             raise ConfigError(f"{chosen.folder}: it has tensors of {foreign[:80]!r}, which {chosen.base} has not")
         if lora is None or options.merged:
-            base = BaseModel(chosen.base, chosen.components)
+            base = BaseModel(chosen.base, chosen.components, chosen.family.layout)
             content, loading = FullModel(base, trained, scale, dtype, options.link), full_loading(chosen, options.out)
         else:
-            content = Adapter(trained, scale, chosen.family.comfyui_layers, dtype)
+            if chosen.family.layout == "transformers":
+                content = PeftAdapter(trained, lora.rank, scale, base_name(chosen.base), dtype)
+            else:
+                content = Adapter(trained, scale, chosen.family.comfyui_layers, dtype)
             loading = adapter_loading(chosen, trained.components, options.out)
         with _bar(content.nbytes) as progress, whole_folder(options.out, content.room) as folder:
             content.write(folder, progress)
@@ -127,7 +133,8 @@ def _write(chosen: Chosen, options: argparse.Namespace) -> int:
     reward = f", validation reward {chosen.shown_reward}" if chosen.shown_reward else ""
     sys.stdout.write(f"{options.out}: {loading.what} of update {chosen.version} of {chosen.run.run_id}{reward}\n")
     if is_mixed():
-        sys.stdout.write("in this environment, import omni_async before diffusers (docs/export.md says why)\n")
+        library = chosen.family.layout
+        sys.stdout.write(f"in this environment, import omni_async before {library} (docs/export.md says why)\n")
     sys.stdout.write(f"load it: {'; '.join(loading.lines)}\n")
     return 0
 

@@ -40,9 +40,9 @@ class FullModel:
         self, base: BaseModel, trained: TrainedWeights, scale: float, dtype: torch.dtype | None, linked: bool
     ) -> None:
         self._base, self._trained, self._scale, self._dtype, self._linked = base, trained, scale, dtype, linked
-        self._stored = {component: base.tensors(component) for component in base.trained}
-        for component, stored in self._stored.items():
-            self._require_same(component, stored)
+        self._stored = {part: base.tensors(part) for part in base.parts}
+        for part, stored in self._stored.items():
+            self._require_same(part, stored)
 
     @property
     def nbytes(self) -> int:
@@ -56,24 +56,24 @@ class FullModel:
 
     @property
     def _weights(self) -> int:
-        return sum(like.nbytes for component in self._stored for like in self._like(component).values())
+        return sum(like.nbytes for part in self._stored for like in self._like(part).values())
 
     def write(self, folder: Path, progress: Progress) -> None:
         """Write the model into an empty folder."""
         for path in self._base.files():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             copy_file(self._base.folder / path, folder / path, self._linked, progress)
-        for component in self._stored:
-            self._write_component(component, folder / component, progress)
+        for part in self._stored:
+            self._write_part(part, folder / part, progress)
 
-    def _write_component(self, component: str, folder: Path, progress: Progress) -> None:
+    def _write_part(self, part: str, folder: Path, progress: Progress) -> None:
         folder.mkdir(exist_ok=True)
-        stem = self._base.stem(component)
+        stem = self._base.stem(part)
         split = split_torch_state_dict_into_shards(
-            self._like(component), filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=_LARGEST_FILE
+            self._like(part), filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=_LARGEST_FILE
         )
         for file, names in split.filename_to_tensors.items():
-            tensors = self._tensors(component, names)
+            tensors = self._tensors(part, names)
             with replacing(folder / file) as unfinished:  # a base model may have such a file, hard-linked by now
                 save_file(tensors, unfinished, {"format": "pt"})
             progress(sum(tensor.nbytes for tensor in tensors.values()))
@@ -82,11 +82,11 @@ class FullModel:
             content = json.dumps(index, indent=2, sort_keys=True) + "\n"
             write_atomic(folder / f"{stem}.safetensors.index.json", content.encode())
 
-    def _tensors(self, component: str, names: Iterable[str]) -> dict[str, Tensor]:
+    def _tensors(self, part: str, names: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors in their final form: trained, merged or the base's, in their dtypes."""
-        like, stored, trained = self._like(component), self._stored[component], {*self._trained.names(component)}
+        like, stored, trained = self._like(part), self._stored[part], {*self._trained.names(part)}
         if not self._trained.is_adapter:
-            found = self._trained.read(component, [name for name in names if name in trained])
+            found = self._trained.read(part, [name for name in names if name in trained])
             found |= {name: stored[name][...] for name in names if name not in found}
             return {name: found[name].to(like[name].dtype).contiguous() for name in names}
         factors = [
@@ -96,23 +96,23 @@ class FullModel:
             if (factor := f"{name.removesuffix('.weight')}.{matrix}.weight") in trained
         ]
         weights = {name: stored[name][...] for name in names}
-        merged = merged_weights(weights, self._trained.read(component, factors), self._scale)
+        merged = merged_weights(weights, self._trained.read(part, factors), self._scale)
         return {name: weight.to(like[name].dtype).contiguous() for name, weight in merged}
 
-    def _like(self, component: str) -> dict[str, Tensor]:
+    def _like(self, part: str) -> dict[str, Tensor]:
         """Return a meta tensor for each tensor to write, of its shape and dtype."""
         found = {}
-        for name, one in self._stored[component].items():
+        for name, one in self._stored[part].items():
             own = _getdtype(one.get_dtype())
             dtype = self._dtype if self._dtype is not None and own.is_floating_point else own
             found[name] = torch.empty(one.get_shape(), dtype=dtype, device="meta")
         return found
 
-    def _require_same(self, component: str, stored: Mapping[str, Any]) -> None:
+    def _require_same(self, part: str, stored: Mapping[str, Any]) -> None:
         """Refuse a base model whose weights do not match the trained ones."""
-        folder = self._base.folder / component
-        for name in self._trained.names(component):
-            shape = self._trained.shape(component, name)
+        folder = self._base.folder / part
+        for name in self._trained.names(part):
+            shape = self._trained.shape(part, name)
             layer, dot, matrix = name.partition(".lora_")
             of = f"{layer}.weight" if dot else name
             if of not in stored:

@@ -1,4 +1,4 @@
-"""Describes how to load an export, with diffusers alone and in other programs."""
+"""Describes how to load an export, with diffusers or transformers alone and in other programs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,12 @@ def _quoted(path: str | Path) -> str:
 
 def full_loading(chosen: Chosen, out: Path) -> Loading:
     """Return how to load the whole model in `out`."""
-    return Loading("weights", "finetune", _imports(chosen), (_from_pretrained(chosen, str(out)),), {str(out): _THIS})
+    lines = (_from_pretrained(chosen, str(out)),)
+    notes: tuple[str, ...] = ()
+    if chosen.family.layout == "transformers":
+        lines += (f"processor = AutoProcessor.from_pretrained({_quoted(out)})",)
+        notes = ("Programs that load the base model, such as vLLM, load this folder.",)
+    return Loading("weights", "finetune", _imports(chosen), lines, {str(out): _THIS}, notes)
 
 
 def adapter_loading(chosen: Chosen, components: Sequence[str], out: Path) -> Loading:
@@ -65,6 +70,10 @@ def adapter_loading(chosen: Chosen, components: Sequence[str], out: Path) -> Loa
         out: the export's folder."""
     base = base_name(chosen.base)
     lines = [_from_pretrained(chosen, base if "/" in base else str(chosen.base))]
+    here = {str(out): _THIS, str(chosen.base): f"path/to/{base}"}
+    if chosen.family.layout == "transformers":
+        lines.append(f"model.load_adapter({_quoted(out)})")
+        return Loading("adapters", "adapter", _imports(chosen), tuple(lines), here)
     pipeline = getattr(diffusers, chosen.family.model_index_class, None)
     if hasattr(pipeline, "load_lora_weights"):
         lines.append(f"pipeline.load_lora_weights({_quoted(out)})")
@@ -73,15 +82,23 @@ def adapter_loading(chosen: Chosen, components: Sequence[str], out: Path) -> Loa
         path = f'{_quoted(out)}, weight_name="{FILE}"'
         lines.append(f'pipeline.{components[0]}.load_lora_adapter({path}, prefix="transformer")')
     notes = (f"ComfyUI's LoRA loader takes the files in `{OTHER_TOOLS}/`.",) if chosen.family.comfyui_layers else ()
-    here = {str(out): _THIS, str(chosen.base): f"path/to/{base}"}
     return Loading("adapters", "adapter", _imports(chosen), tuple(lines), here, notes)
 
 
 def _imports(chosen: Chosen) -> tuple[str, ...]:
+    if chosen.family.layout == "transformers":
+        return (f"from transformers import AutoProcessor, {_class_of(chosen)}",)
     torch = () if chosen.config.model.dtype == "float32" else ("import torch",)
     return (*torch, "from diffusers import DiffusionPipeline")
 
 
 def _from_pretrained(chosen: Chosen, path: str) -> str:
+    if chosen.family.layout == "transformers":
+        return f'model = {_class_of(chosen)}.from_pretrained({_quoted(path)}, dtype="auto")'
     dtype = "" if chosen.config.model.dtype == "float32" else f", torch_dtype=torch.{chosen.config.model.dtype}"
     return f"pipeline = DiffusionPipeline.from_pretrained({_quoted(path)}{dtype})"
+
+
+def _class_of(chosen: Chosen) -> str:
+    """Return the class of transformers that loads the trained component."""
+    return chosen.family.component_class or chosen.family.model_index_class

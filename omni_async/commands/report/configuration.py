@@ -9,7 +9,7 @@ from typing import Any
 
 from omni_async.commands.report.blocks import Block, Cell, Commands, Section, Table, Text
 from omni_async.commands.report.shown import Shown, flat
-from omni_async.config.draws import TOKEN_ENGINE
+from omni_async.config.draws import export_loader
 from omni_async.config.redact import redact_text
 
 
@@ -45,10 +45,11 @@ def next_steps(shown: Sequence[Shown]) -> Section:
         if one.run.status == "running":
             items.append((f"omni-async status {run}", f"How it is now{of}"))
             items.append((f"omni-async stop {run}", f"End it, with a checkpoint{of}"))
-        if one.run.checkpoints and one.run.setting("rollout.engine") != TOKEN_ENGINE:
+        if one.run.checkpoints:
             items.append((f"omni-async sample {run} --against base", f"Draw samples, before and after{of}"))
             items.append((f"omni-async eval {run}", f"Compare its checkpoints on the same prompts and noise{of}"))
-            items.append((f"omni-async export {run} --out exported", f"A model that diffusers loads{of}"))
+            loader = export_loader(one.run.setting("rollout.engine"))
+            items.append((f"omni-async export {run} --out exported", f"A model that {loader} loads{of}"))
         if one.run.status in ("killed", "interrupted", "failed") and one.run.checkpoints:
             items.append((f"omni-async train RECIPE checkpoint.resume={run}", f"Go on from its last checkpoint{of}"))
     if not items:

@@ -177,7 +177,7 @@ def _of_table(table: Table, images_in: Sequence[Path], columns: Columns) -> list
 
 def _of_row(folder: Path, where: str, row: dict[str, Any], images_in: Sequence[Path]) -> Sample:
     named = {part: row.pop(part) for part in ARRAYS if part in row}
-    text = None if named else _text_of(where, row)  # next to files, a column of that name is metadata
+    text = None if named else text_of(where, row)  # next to files, a column of that name is metadata
     if not named and text is None:
         raise ConfigError(f"{where}: names no media; expected a path as image, video or audio, or a text")
     files = {part: _named(folder, name, f"{where}: {part}") for part, name in named.items()}
@@ -192,7 +192,7 @@ def _of_row(folder: Path, where: str, row: dict[str, Any], images_in: Sequence[P
     return Sample(redact.one_line(name), files, prompt, folder, text)
 
 
-def _text_of(where: str, row: dict[str, Any]) -> Media | None:
+def text_of(where: str, row: dict[str, Any]) -> Media | None:
     """Take a sample's text out of its row; None if it has none. ConfigError begins with `where`."""
     if "text" not in row:
         return None

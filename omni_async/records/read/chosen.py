@@ -19,8 +19,7 @@ from omni_async.checkpoint.contents import another_part, model_contents
 from omni_async.checkpoint.folders import MANIFEST_FILE, by_version, newest_first, require_whole, version_of
 from omni_async.checkpoint.state import CheckpointError, State, read_state
 from omni_async.config import Config, ConfigError, load, of_tree
-from omni_async.config.draws import require_latents
-from omni_async.config.load import INDEX, read_model_index
+from omni_async.config.load import checkpoint_class, is_checkpoint
 from omni_async.config.reading import real_path
 from omni_async.control.reasons import listed
 from omni_async.control.rounds import NotComparable, Round, compare, ranked
@@ -34,8 +33,9 @@ class Chosen:
     """A whole checkpoint of trained weights, and the model that they belong to.
 
     folder: the checkpoint's. run: its run. config: the checkpoint's, whose `model.path` is `base`. family: the model's.
-    base: the model folder that training began with. components: the trained folders in `base`. round: the validation
-    round of this version, None if it has none with a reward. notes: one line each, for the console."""
+    base: the model folder that training began with. components: the trained ones, in diffusers layout folders in
+    `base`. round: the validation round of this version, None if it has none with a reward. notes: one line each, for
+    the console."""
 
     folder: Path
     run: RunDirectory
@@ -92,7 +92,8 @@ def choose(given: Path, which: str | None = None, base: Path | None = None) -> C
     config, more = _stated(folder, state, newest)
     family, model = _family_of(folder, state, config), _base_of(folder, state, (config, newest), base)
     config = replace(config, model=replace(config.model, path=str(model)))
-    components = tuple(name for name in family.components if (model / name).is_dir())
+    in_folders = family.layout == "diffusers"
+    components = tuple(name for name in family.components if not in_folders or (model / name).is_dir())
     if not components:
         raise ConfigError(f"model.path: {model} has no {family.components[0]}/, which {folder} was trained from")
     done = measured.get(state.version)
@@ -134,10 +135,10 @@ def _base_of(folder: Path, state: State | None, recipes: Iterable[Config], given
         ConfigError: the model is at none of these paths; one line."""
     paths = [given.absolute()] if given else [*dict.fromkeys(Path(config.model.path) for config in recipes)]
     contents = {} if state is None or state.statement is None else state.statement.contents
-    there = [path for path in paths if (path / INDEX).is_file()] or paths[:1]
+    there = [path for path in paths if is_checkpoint(path)] or paths[:1]
     wrong: list[str] = []
     for path in there:
-        read_model_index(path)
+        checkpoint_class(path)
         if (part := another_part(contents, model_contents(path)) if contents else None) is None:
             return path
         wrong.append(f"{path / part}: it is another base model than {folder.name} was trained from")
@@ -170,7 +171,6 @@ def _config_of(run: RunDirectory) -> Config:
         raise ConfigError(f"{run.config_yaml}: {error}") from None
     if config.emulation is not None:
         raise ConfigError(f"{run.path}: its devices were emulated, so it has no trained weights")
-    require_latents(config, "this command")
     return config
 
 

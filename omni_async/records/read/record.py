@@ -295,6 +295,12 @@ def run_config(run: RunDirectory, left_out: dict[str, str]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def engine_of(run: RunDirectory) -> object:
+    """Return `rollout.engine` of a run's config.yaml; None if it cannot be read."""
+    rollout = run_config(run, {}).get("rollout")
+    return rollout.get("engine") if isinstance(rollout, dict) else None
+
+
 def run_status(run: RunDirectory, summary: Summary | None, attempts: list[Attempt], last: Any) -> RunStatus:
     """Return the state of a run; `last`: when its newest update ended, in seconds since the epoch."""
     if run.is_running():

@@ -20,13 +20,15 @@ class UpdateView(TypedDict, total=False):
     """The displayed numbers of one update; unknown numbers are left out.
 
     `staleness` is a mean, `staleness_counts` maps staleness -> groups, `buffers` name -> (held, capacity), `busy` role
-    -> fraction, `extra` further numbers by name, `left_out` "rejected" or "dropped" -> how many groups and why."""
+    -> fraction, `extra` further numbers by name, `left_out` "rejected" or "dropped" -> how many groups and why.
+    `rate_unit`: the unit of `images_per_s`, `images/s` if it is left out."""
 
     update: int
     reward: float
     staleness: float
     staleness_counts: dict[int, int]
     images_per_s: float
+    rate_unit: str
     buffers: dict[str, tuple[int, int]]
     busy: dict[str, float]
     extra: dict[str, float]
@@ -75,7 +77,7 @@ class LineConsole:
             **{name: f"{value:.4g}" for name, value in view.get("extra", {}).items()},
             "staleness": f"{view['staleness']:.1f}" if "staleness" in view else None,
             "busy": " ".join(f"{role} {fraction:.0%}" for role, fraction in view.get("busy", {}).items()),
-            "images/s": f"{view['images_per_s']:.1f}" if "images_per_s" in view else None,
+            view.get("rate_unit", "images/s"): f"{view['images_per_s']:.1f}" if "images_per_s" in view else None,
             "validation reward": self._validation,
             **{ending: text for ending, text in self._left_out.items() if before.get(ending) != text},
         }

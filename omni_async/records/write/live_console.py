@@ -99,7 +99,7 @@ class LiveConsole:
         if self._validation is not None:
             rows.append(("validation reward", Text(self._validation)))
         if "images_per_s" in view:
-            rows.append(("images/s", Text(f"{view['images_per_s']:.1f}")))
+            rows.append((view.get("rate_unit", "images/s"), Text(f"{view['images_per_s']:.1f}")))
         if "staleness" in view:
             rows.append(("staleness", Text(staleness(view["staleness"], view.get("staleness_counts", {})))))
         buffers, busy = view.get("buffers", {}), view.get("busy", {})

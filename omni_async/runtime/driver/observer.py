@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from omni_async.aio.clock import Clock
 from omni_async.checkpoint.statement import Change
 from omni_async.config import Config
+from omni_async.config.draws import rate_unit
 from omni_async.config.redact import redact_text
 from omni_async.config.role_table import WORKING
 from omni_async.config.schedule import num_existing_devices
@@ -270,6 +271,7 @@ class Observer:
                 "staleness": numbers["staleness/mean"],
                 "staleness_counts": dict(sorted(Counter(data["staleness"]).items())),
                 "images_per_s": numbers["images_per_s"],
+                "rate_unit": rate_unit(self._config.rollout.engine),
                 "buffers": {"slots": (slots["live"] + slots["awaiting_publication"], slots["capacity"]), **held},
                 "busy": {role: busy[role]["busy"] for role in self._roles if role in busy},
                 "extra": {name: data["metrics"][name] for name in _SHOWN if name in data["metrics"]},
@@ -284,7 +286,7 @@ class Observer:
     def progress(self) -> dict[str, Any]:
         """Return the progress of the run, for `omni-async status`.
 
-        `reward` is the mean of the last 5 updates; staleness and images/s are those of the newest update. `eta_s`
+        `reward` is the mean of the last 5 updates; staleness and images_per_s are those of the newest update. `eta_s`
         follows from the pace of this attempt's last 20 updates; it is None before the first. `told`: the last phase
         that a role reported."""
         eta = None
@@ -300,6 +302,7 @@ class Observer:
             "reward": sum(rewards) / len(rewards) if rewards else None,
             **{name: self._latest.get(name) for name in ("staleness/mean", "staleness/max", "images_per_s")},
             **{name: self._latest[name] for name in (*_SHOWN, *_ADMISSION) if name in self._latest},
+            "rate_unit": rate_unit(self._config.rollout.engine),
             "validation": None if newest is None else msgspec.to_builtins(ValidationPoint.of(newest)),
             "told": self._told,
         }

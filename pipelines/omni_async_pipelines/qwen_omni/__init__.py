@@ -14,4 +14,5 @@ FAMILY = PipelineFamily(
     prompt_images=16,
     draws="tokens",
     layout="transformers",
+    component_class="Qwen2_5OmniThinkerForConditionalGeneration",
 )

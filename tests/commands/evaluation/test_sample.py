@@ -255,7 +255,7 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(finished, checkpoint, capsy
     shutil.copy(finished.path / "config.yaml", "young")
     for words, said in (
         (["nowhere"], "there is no folder"),
-        (["empty"], "empty: neither a model in diffusers layout"),
+        (["empty"], "empty: neither a model (no model_index.json"),
         (["blank.txt"], "blank.txt: expected a folder, got a file"),
         ([checkpoint], "--prompt: no prompts; give one"),
         ([checkpoint, "--prompt", " "], "--prompt: expected a text, got an empty one"),

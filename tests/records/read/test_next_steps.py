@@ -45,10 +45,10 @@ def test_next_steps_of_a_run(tmp_path, monkeypatch):
     assert said(left(tmp_path / "run", updates=0)) == []
     run = left(tmp_path / "answers")
     run.config_yaml.write_text("rollout: {engine: transformers}\n")
-    assert [words[1] for words in said(run)] == ["report"], "no other command knows models that draw tokens"
-    assert "omni-async sample" in about(tmp_path / "a").description
-    description = about(tmp_path / "a", rollout={"engine": "transformers"}).description
-    assert "omni-async sample" not in description and "omni-async report" in description
+    assert [words[1] for words in said(run)] == ["report", "sample", "export"]
+    assert next_steps(run)[-1].endswith("# a model that transformers loads")
+    for engine in ("diffusers", "transformers"):
+        assert "omni-async sample" in about(tmp_path / "a", rollout={"engine": engine}).description
 
 
 def test_the_program_is_the_one_that_was_started(tmp_path, monkeypatch):

@@ -49,6 +49,8 @@ def test_a_pipe_sees_one_flushed_line_per_update() -> None:
         console.update(VIEW)
         line = "update 12/120 reward 0.431 loss -0.00123 staleness 1.2 busy rollout 97% trainer 50% images/s 21.3\n"
         assert os.read(read, 10_000).decode() == line
+        console.update({**VIEW, "rate_unit": "answers/s"})
+        assert os.read(read, 10_000).decode() == line.replace("images/s", "answers/s")
         console.validation(ValidationPoint(12, 0.52, {"ocr_exact": 0.5}))
         console.update({"update": 13})
         console.note("two\nlines")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from omni_async.config.draws import TOKEN_ENGINE
 from omni_async.records.write.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -52,14 +51,11 @@ class About:
         """A few lines of Markdown: the run's settings, its folder, and commands for it."""
         tags, path = self.tags, self.run.path
         schedule = "the synchronous loop" if tags["S"] == "0" else f"samples are at most {tags['S']} updates old"
-        drawing = f"omni-async sample {path}\nomni-async export {path} --out exported\n"
-        if self.params["rollout"]["engine"] == TOKEN_ENGINE:
-            drawing = ""  # these commands know only latents
         return (
             f"**{tags['algorithm']}** on **{tags['family']}** ({self.params['model']['path']}),"
             f" {self.params['trainer']['updates']} updates, S = {tags['S']}: {schedule}.\n\n"
             f"Everything is in `{path}`; its `config.yaml` is the whole recipe.\n\n"
-            f"```\nomni-async report {path}\n{drawing}"
+            f"```\nomni-async report {path}\nomni-async sample {path}\nomni-async export {path} --out exported\n"
             f"omni-async train {path / 'config.yaml'}\n```\n"
         )
 
