@@ -56,6 +56,12 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=more)
 
 
+def run_folder(text: str) -> Path:
+    """Convert an argument that is a run's folder, or the name of a run in runs/ as the console prints it."""
+    in_runs = Path("runs") / text
+    return in_runs if not Path(text).exists() and in_runs.is_dir() else Path(text)
+
+
 def positive(text: str) -> int:
     """Convert an argument that is a number of at least 1."""
     if not text.isdecimal() or int(text) < 1:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 from typing import Any
 
-from omni_async.commands.command_line import add_command, positive, print_line
+from omni_async.commands.command_line import add_command, positive, print_line, run_folder
 from omni_async.config import ConfigError
 from omni_async.records.read.logs import logs_of, read_log
 from omni_async.records.read.record import reason_of
@@ -28,7 +27,7 @@ def add_logs(commands: Any) -> None:
     """Add the command to the command line's subparsers. Imports nothing heavy."""
     group = "look at a run, and steer it"
     parser = add_command(commands, "logs", "show what a run's workers printed", _LOGS, f"{__name__}:logs", group)
-    parser.add_argument("run", type=Path, help="its run folder")
+    parser.add_argument("run", type=run_folder, help="its run folder, or its name in runs/")
     parser.add_argument("worker", nargs="?", help="a worker, such as reward-0, or a role, such as reward")
     parser.add_argument("-f", "--follow", action="store_true", help="wait for more lines until the run is over")
     parser.add_argument("--lines", type=positive, default=20, help="the last lines of each log (default: 20)")

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from omni_async.checkpoint.folders import newest_first, version_of
-from omni_async.commands.command_line import add_command, newest_run
+from omni_async.commands.command_line import add_command, newest_run, run_folder
 from omni_async.commands.emulated import emulated_run
 from omni_async.config import ConfigError
 from omni_async.config.draws import rate_unit
@@ -69,9 +69,9 @@ def add_operations(commands: Any) -> None:
     status = add_command(commands, "status", "show how a job is, or how it ended", _STATUS, handler, group)
     scale = add_command(commands, "scale", "change a running job's engines or reward workers", _SCALE, handler, group)
     stop = add_command(commands, "stop", "end a running job, with a checkpoint", _STOP, handler, group)
-    status.add_argument("run", nargs="?", type=Path, help="its run folder (default: the newest run in runs/)")
+    status.add_argument("run", nargs="?", type=run_folder, help="its run folder (default: the newest run in runs/)")
     for parser in (scale, stop):
-        parser.add_argument("run", type=Path, help="its run folder")
+        parser.add_argument("run", type=run_folder, help="its run folder, or its name in runs/")
     status.add_argument("--json", action="store_true", help="for a program")
     scale.add_argument("workers", nargs="+", metavar="ROLE=N", help="rollout=N, reward=N or POOL=N, at least 1")
 

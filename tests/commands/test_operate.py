@@ -67,7 +67,7 @@ STATUS: dict[str, Any] = {
 @contextmanager
 def running(run: Path) -> Iterator[list[Request]]:
     """Serves a run that answers, and yields what it was asked."""
-    run.mkdir()
+    run.mkdir(parents=True)
     (run / "config.yaml").write_text("")
     asked: list[Request] = []
     ready, over = threading.Event(), threading.Event()
@@ -337,6 +337,13 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path, monkeypatch, capsys, wo
     assert main(words.split()) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_a_run_in_runs_is_found_by_its_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with running(tmp_path / "runs" / "mine-20260101-120000"):
+        assert main(["status", "mine-20260101-120000", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == STATUS
 
 
 def test_status_is_of_the_newest_run(tmp_path, monkeypatch, capsys):

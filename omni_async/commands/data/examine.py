@@ -93,7 +93,7 @@ def _counts(prompts: Sequence[Prompt], refused: int) -> list[str]:
     }
     named = [f"{name} {number}" for name, number in {**known, **dict(columns.most_common(_SHOWN))}.items() if number]
     lines = [total, f"characters: shortest {sizes[0]}, median {sizes[len(sizes) // 2]}, longest {sizes[-1]}"]
-    return [*lines, f"rows with other columns: {', '.join(named)}"] if named else lines
+    return [*lines, f"rows that also have: {', '.join(named)}"] if named else lines
 
 
 def _repeated(prompts: Sequence[Prompt], places: Sequence[str]) -> list[str]:

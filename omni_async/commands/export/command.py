@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_async.commands.command_line import add_command, require_outside
+from omni_async.commands.command_line import add_command, require_outside, run_folder
 from omni_async.compat import is_mixed
 from omni_async.config import ConfigError
 
@@ -46,7 +46,8 @@ def add_export(commands: Any) -> None:
         f"{__name__}:export",
         "get something out",
     )
-    parser.add_argument("run", type=Path, metavar="RUN|CHECKPOINT", help="a run folder, or a checkpoint folder in it")
+    given = "a run folder, or a checkpoint folder in it"
+    parser.add_argument("run", type=run_folder, metavar="RUN|CHECKPOINT", help=given)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to make")
     parser.add_argument(
         "--which", metavar="best|last|N", help="of a run: by validation, or of update N (default: last)"

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from omni_async.commands.command_line import add_command, require_no_input
+from omni_async.commands.command_line import add_command, require_no_input, run_folder
 from omni_async.commands.emulated import emulated
 from omni_async.config import ConfigError
 from omni_async.config.reading import real_path
@@ -43,7 +43,7 @@ def add_report(commands: Any) -> None:
         f"{__name__}:report",
         "look at a run, and steer it",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("runs", nargs="+", type=run_folder, metavar="RUN", help="a run folder, or its name in runs/")
     where = f"file to write (default: {DEFAULT} in the first run folder)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=where)
 

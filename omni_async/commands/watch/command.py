@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from omni_async.commands.command_line import add_command, newest_run, print_line
+from omni_async.commands.command_line import add_command, newest_run, print_line, run_folder
 from omni_async.config import ConfigError
 from omni_async.config.reading import real_path
 
@@ -44,7 +44,7 @@ def add_watch(commands: Any) -> None:
         "look at a run, and steer it",
     )
     parser.add_argument(
-        "run", nargs="?", type=Path, help="a run folder, or a folder of runs (default: the newest run in runs/)"
+        "run", nargs="?", type=run_folder, help="a run folder, or a folder of runs (default: the newest run in runs/)"
     )
     parser.add_argument("--port", type=int, default=_PORT, help=f"to listen at; 0: a free one (default: {_PORT})")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")

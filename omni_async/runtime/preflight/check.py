@@ -128,6 +128,7 @@ def _preflight(config: Config, elsewhere: bool, tell: Tell) -> RunInputs:
     validation: list[Prompt] = []
     if config.validation is not None and config.validation.split is not None:
         prompts, validation = held_out(prompts, config.validation.split)
+        tell(f"{len(prompts)} prompts to train on, {len(validation)} held out for validation")
     elif config.validation is not None:
         _tell_reading("validation prompts", config.validation.prompts, tell)
         validation = load_validation(config, checks, limits.problems)

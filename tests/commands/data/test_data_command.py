@@ -34,7 +34,7 @@ def test_a_sound_table(capsys):
     assert told(capsys, "check", "p.csv", "data.columns.prompt=caption") == [
         "readable prompts: 2; rows that a run would refuse: 0",
         "characters: shortest 1, median 3, longest 3",
-        "rows with other columns: target 1, n 2",
+        "rows that also have: target 1, n 2",
     ]
 
 
