@@ -66,7 +66,9 @@ def test_each_file_of_prompts_is_named_before_it_is_read(tmp_path):
 
 
 def test_prompts_are_held_out_or_reported_as_shared(tmp_path):
-    inputs = preflight(write_world(tmp_path, validation={"split": 0.5}))
+    told = list[str]()
+    inputs = preflight(write_world(tmp_path, validation={"split": 0.5}), tell=told.append)
+    assert told[-1] == "1 prompts to train on, 1 held out for validation"
     assert [p.text for p in inputs.prompts] == ["a cat"] and [p.text for p in inputs.validation_prompts] == ["a dog"]
     assert [p.index for p in inputs.validation_prompts] == [1], "the row of the table"
     inputs = preflight(write_world(tmp_path, validation={"prompts": "prompts.txt"}))
