@@ -53,7 +53,7 @@ def _quoted(path: str | Path) -> str:
 
 def full_loading(chosen: Chosen, out: Path) -> Loading:
     """Return how to load the whole model in `out`."""
-    lines = (_from_pretrained(chosen, str(out)),)
+    lines: tuple[str, ...] = (_from_pretrained(chosen, str(out)),)
     notes: tuple[str, ...] = ()
     if chosen.family.layout == "transformers":
         lines += (f"processor = AutoProcessor.from_pretrained({_quoted(out)})",)
