@@ -145,12 +145,14 @@ def decode(tree: Any, section: type[T], *prefix: str) -> T:
 
 def _explain(error: msgspec.ValidationError, tree: Any, root: type[msgspec.Struct], prefix: Sequence[str]) -> str:
     """Turn msgspec's message into `path: expected ..., got ...`."""
-    text, _, location = str(error).partition(" - at `$")
+    text, place, location = str(error).rpartition(" - at `$")  # the last: a key of the recipe may contain it
+    if not place or text.endswith(" field `"):
+        text, location = str(error), ""
     path = re.findall(r"[^.\[\]`]+", location)
     where = ".".join([*prefix, *path])
     if isinstance(error.__cause__, ValueError):  # from a section's own check
         return f"{where}: {error.__cause__}"
-    if unknown := re.match(r"Object contains unknown field `(.*)`", text):
+    if unknown := re.match(r"(?s)Object contains unknown field `(.*)`", text):
         key = ".".join([*prefix, *path, unknown[1]])
         if key in _MOVED:
             return f"{key}: is called {_MOVED[key]} now"

@@ -3,6 +3,7 @@ schema documents itself: every field has a description, and its bounds can be pu
 
 from __future__ import annotations
 
+import json
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -198,6 +199,14 @@ def test_wrong_paths(path: str, value: str) -> None:
 )
 def test_wrong_overrides(override: str, said: str) -> None:
     assert with_key(said, override) in complaint(MINIMAL, override)
+
+
+@pytest.mark.parametrize("section", ["", "checkpoint."])
+@pytest.mark.parametrize("key", [" - at `$", " - at `$.x", "`", "a.b"])
+def test_keys_that_look_like_msgspecs_places(section: str, key: str) -> None:
+    line = f"{json.dumps(key)}: 1\n"
+    text = MINIMAL + (f"checkpoint:\n  {line}" if section else line)
+    assert f"{section}{key}: unknown key; allowed: " in complaint(text)
 
 
 def test_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
