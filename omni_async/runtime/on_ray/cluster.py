@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor  # noqa: TID251 (`end_process` has a time-out)
@@ -53,6 +54,12 @@ _PLACEMENT_TIMEOUT_S = 60.0
 _LOADING_S = 30.0
 # Ray's names of accelerators; `auto` tries them in this order.
 KINDS = ("GPU", "NPU")
+
+
+def _load() -> str:
+    """Return the load of this machine if its cores cannot serve it, as a reason why something takes long."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return f" (load {load:.0f} on {cores} cores)" if load > 2 * cores else ""
 
 
 class RayCluster(Cluster):
@@ -119,7 +126,7 @@ class RayCluster(Cluster):
         """Show the workers that are not ready, repeatedly: large models load for minutes."""
         while True:
             await asyncio.sleep(_LOADING_S)
-            self.tell(f"still loading: {', '.join(sorted(loading))}")
+            self.tell(f"still loading: {', '.join(sorted(loading))}{_load()}")
 
     async def _reserve(self) -> None:
         """Request the job's placement group, and wait until its resources are reserved.

@@ -143,15 +143,18 @@ async def test_a_cancelled_start_reports_what_it_waits_for(tmp_path, monkeypatch
     assert told == ["waiting until Ray has given up its start, for up to 10 s"]
 
 
-async def test_workers_that_load_for_long_are_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("load", "why"), [(3.9, ""), (17.6, " (load 18 on 2 cores)")])
+async def test_workers_that_load_for_long_are_named(tmp_path, monkeypatch, load, why):
     monkeypatch.setattr(ray_cluster, "_LOADING_S", 0.0)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     loading, told = {"trainer", "rollout-0"}, list[str]()
     cluster = RayCluster(preflight(write_world(tmp_path)), RunDirectory(tmp_path / "run"))
     cluster.tell = lambda text: (told.append(text), loading.discard("rollout-0"))
     reporting = asyncio.create_task(cluster._report(loading))
     await until(lambda: len(told) > 1, "two lines")
     reporting.cancel()
-    assert told[:2] == ["still loading: rollout-0, trainer", "still loading: trainer"]
+    assert told[:2] == [f"still loading: rollout-0, trainer{why}", f"still loading: trainer{why}"]
 
 
 @pytest.mark.parametrize(("placement", "given"), [({}, "0"), ({"object_store": "1.5GiB"}, "1610612736")])
