@@ -1,13 +1,7 @@
 """Hosts the whole control plane in one asyncio class, the coordinator.
 
-All other roles request work from it and report their results to it. It is a shell: the transition tables of
-`sample.py` and `group.py` define which events a sample or a group accepts, and which resources an event releases.
-
-  samples    QUEUED --> LEASED --> GENERATED --> SCORING --> SCORED        (sample.py)
-             producer   engine                   reward      |
-                                                 worker      v  all samples of the group
-  groups     MAKING --------------------------------------> READY --> TRAINING --> TRAINED --> GONE    (group.py)
-             admitted: a slot is free                                 trainer      published: the slot is free
+All other roles request work from it and report their results to it. It is a shell over `omni_async.control.plane`: a
+call here checks its arguments, changes a table, and leaves the consequences to the plane.
 
 | call            | made by  | waits for                          | unblocked by                                     |
 |-----------------|----------|------------------------------------|--------------------------------------------------|
@@ -19,48 +13,28 @@ All other roles request work from it and report their results to it. It is a she
 | `addresses`     | anyone   | a service's worker to be ready     | `service_ready`, the end of the run              |
 | `events`        | driver   | anything that happened             | any of the above                                 |
 
-The end of the run unblocks all of them (`ending.py` describes how a run ends). No call here touches a tensor or runs in
-another thread. Only `continuation` blocks: it synchronises the ledger's file. State changes only between awaits. A call
-that may have freed something ends with `_settle`, which admits groups and wakes callers that can continue. A worker
-that leaves gets an empty answer at once.
+The end of the run unblocks all of them. No call here touches a tensor or runs in another thread. Only `continuation`
+blocks: it synchronises the ledger's file. State changes only between awaits. A worker that leaves gets an empty answer
+at once.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
-from omni_async.aio.backoff import Backoff, Later
-from omni_async.aio.clock import Clock, LoopClock
-from omni_async.aio.waiting import Event, FairQueue
+from omni_async.aio.clock import Clock
 from omni_async.config import Config
 from omni_async.config.redact import redact_text
 from omni_async.control.addresses import Addresses
-from omni_async.control.admission import JustInTime
 from omni_async.control.control_state import ControlState
-from omni_async.control.ending import Ending
-from omni_async.control.events import EventLog, RunEvent
+from omni_async.control.events import RunEvent
 from omni_async.control.group import Group
-from omni_async.control.group_table import GroupTable, TooStale
-from omni_async.control.ledger import Ledger
-from omni_async.control.reporting import (
-    Record,
-    buffer_statistics,
-    control_state,
-    endings,
-    round_event,
-    totals,
-    update_event,
-)
-from omni_async.control.requests import GroupSource, RequestFactory, require_trained_steps
-from omni_async.control.reward_formula import RewardFormula
-from omni_async.control.sample import Complete, EndRun, Failure, Pause, Sample
-from omni_async.control.sample_table import SampleTable
+from omni_async.control.plane import ControlPlane
+from omni_async.control.reporting import buffer_statistics, endings, totals, update_event
+from omni_async.control.requests import require_trained_steps
 from omni_async.control.scorer_totals import ScorerTotals
-from omni_async.control.validation import Validation, ValidationRound
-from omni_async.control.versions import Versions, WeightMismatch
+from omni_async.control.versions import WeightMismatch
 from omni_async.types import (
     LedgerEntry,
     Prompt,
@@ -72,7 +46,6 @@ from omni_async.types import (
     ScoreResult,
     ScorerReport,
     Span,
-    Terminal,
     UpdateReport,
     WeightReport,
 )
@@ -103,42 +76,15 @@ class Coordinator:
             has_scored: The current scorers have scored samples of this run, so the run waits for a failing scorer.
             collects: The trainer starts an update once it has all its groups.
             clock: Measures how long groups and updates take; None: the event loop's time."""
-        start = start or ControlState()
-        self._ledger_sync = ledger_sync
         self._config = config
-        self._factory = RequestFactory(config)
-        self._source = GroupSource(config, prompts, self._factory, start)
-        requests_of = partial(self._factory.validation, prompts=tuple(validation_prompts))
-        self._validation = Validation(config, requests_of, start.validated)
-        self.ledger = Ledger(ledger_sink, start.ledger)
-        self._groups = GroupTable(config, run_id, self.ledger, start.version)
-        self._clock = clock or LoopClock()
-        self._samples = SampleTable(config, self._clock.now, start.images, has_scored)
-        self._record = Record(start)
-        self._formula = RewardFormula(config.reward)
+        self._ledger_sync = ledger_sync
+        self._plane = plane = ControlPlane(
+            config, run_id, prompts, validation_prompts, ledger_sink, start, ledger_sync, has_scored, collects, clock
+        )
+        self._groups, self._samples = plane.groups, plane.samples
+        self.ledger, self.versions, self.admission = plane.ledger, plane.versions, plane.admission
         self._scorers = ScorerTotals()
-        self.versions = Versions(start.version)
-        for engine in config.engine_names:
-            self.versions.join(engine)
-        self._samples.engines.update(config.engine_names)
-        self._backoff = Backoff(config.reward.backoff_s, config.reward.backoff_max_s)
-        self._pauses = Later()
-        self.admission = JustInTime(config, collects=collects)
-        self._producers = FairQueue(lambda: self._closed or self._samples.may_lease)
-        self._rewarders = FairQueue(lambda: self._closed or self._samples.may_score)
-        self._ready = Event()
-        self._weights = Event()
-        self._changed = Event()  # an address, or `_closed`
-        self._closed = False  # the run is over or closing
-        self._log = EventLog()
         self._addresses = Addresses(config.services)
-        self._ending = Ending(self._groups, self._samples, self._log, ledger_sync)
-
-    def _settle(self) -> None:
-        """Admit groups, and wake the first producer and reward worker that can continue."""
-        self._admit()
-        self._producers.notify()
-        self._rewarders.notify()
 
     # ---- producers ---------------------------------------------------------------------------------------------------
 
@@ -149,10 +95,10 @@ class Coordinator:
             engine: its name; it gets no samples before it holds checked weights.
             free: how many more samples it can take now.
             capacity: how many it can hold in all."""
-        while self.versions.of(engine) < 0 and self.versions.knows(engine) and not self._closed:
-            await self._weights.wait()  # no engine generates with unchecked weights
-        return await self._producers.take(
-            lambda: [] if self._closed else self._samples.lease(engine, free, capacity), engine
+        while self.versions.of(engine) < 0 and self.versions.knows(engine) and not self._plane.closed:
+            await self._plane.weights.wait()  # no engine generates with unchecked weights
+        return await self._plane.producers.take(
+            lambda: [] if self._plane.closed else self._samples.lease(engine, free, capacity), engine
         )
 
     async def samples_done(self, engine: str, results: list[SampleResult]) -> None:
@@ -167,19 +113,19 @@ class Coordinator:
                 require_trained_steps(sample.request, result)
                 self.versions.require_made(result)
             except (ValueError, WeightMismatch) as error:
-                self._generate_again(sample, str(error))
-                self._settle()
+                self._plane.generate_again(sample, str(error))
+                self._plane.settle()
                 raise
             problem = self._samples.generated(sample, result)
             if problem is not None:
-                self._close("failed", problem)
+                self._plane.close("failed", problem)
         if self._config.unscored:  # there are no reward workers
             jobs = self._samples.jobs(engine, self._samples.statistics()["ready"])
             await self.scored(engine, [ScoreResult(job.sample_id, job.attempt, score=_NO_SCORE) for job in jobs])
         if frees:
-            self._settle()
+            self._plane.settle()
         else:
-            self._rewarders.notify()
+            self._plane.rewarders.notify()
 
     async def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
         """Generate the sample again with the same seed; after `rollout.retries` the group is dropped.
@@ -190,39 +136,21 @@ class Coordinator:
             error: the cause, for the ledger."""
         sample = self._samples.answered(engine, sample_id)
         if sample is not None:
-            self._generate_again(sample, error)
-        self._settle()
-
-    def _generate_again(self, sample: Sample, error: str) -> None:
-        if (failure := self._samples.generation_failed(sample, error)) is not None:
-            self._end_owner(failure)
+            self._plane.generate_again(sample, error)
+        self._plane.settle()
 
     # ---- reward workers ----------------------------------------------------------------------------------------------
 
     async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
         """Return up to `limit` generated samples; an empty list if the run is over or this worker has left."""
         self._samples.faults.end_outage(worker)
-        return await self._rewarders.take(lambda: [] if self._closed else self._samples.jobs(worker, limit), worker)
+        return await self._plane.rewarders.take(
+            lambda: [] if self._plane.closed else self._samples.jobs(worker, limit), worker
+        )
 
     async def scored(self, worker: str, results: list[ScoreResult]) -> None:
         """Record scores and failures."""
-        for result in results:
-            match self._samples.scored(worker, result):
-                case None:
-                    continue
-                case Complete(Group() as group):
-                    self._complete(group)
-                case Complete(ValidationRound() as round_):
-                    self._end_round(round_)
-                case Pause(sample):
-                    seconds = self._backoff.pause_s(sample.score_failures)
-                    self._pauses.call(sample.request.sample_id, seconds, partial(self._resume, sample))
-                case Failure() as failure:
-                    self._end_owner(failure)
-                case EndRun(reason):
-                    self._close("failed", reason)
-                    break
-        self._settle()
+        self._plane.scored(worker, results)
 
     async def report_scorers(self, worker: str, reports: list[ScorerReport]) -> None:
         """Add a worker's scorer counts since its last report."""
@@ -235,59 +163,14 @@ class Coordinator:
         something that they need, and may recover."""
         if self._samples.faults.has_scored:
             return False
-        self._close("failed", reason)
+        self._plane.close("failed", reason)
         return True
-
-    def _resume(self, sample: Sample) -> None:
-        """Queue a sample to be scored again after its pause."""
-        self._samples.resume(sample)
-        self._rewarders.notify()
-
-    def _end_owner(self, failure: Failure) -> None:
-        """End the group of a failed sample, or leave the sample out of its validation round."""
-        owner = failure.sample.owner
-        if isinstance(owner, Group):
-            self._end_group(owner, failure.event, failure.reason)
-        elif isinstance(owner, ValidationRound):
-            owner.leave_out(failure.sample, failure.reason)
-            self._end_round(owner)
-
-    def _complete(self, group: Group) -> None:
-        """Hand a fully scored group to the trainer, or reject it if it has nothing to teach."""
-        reason = group.reason_to_reject(self._formula, self._config.algorithm.advantage)
-        if reason is None:
-            self._groups.complete(group)
-            self._ready.notify()
-        else:
-            self._end_group(group, "rejected", reason)
-
-    def _end_group(self, group: Group, event: Terminal, reason: str) -> None:
-        """Reject or drop a group; its slot admits a replacement."""
-        why = self._groups.end(group, event, reason) or self.ledger.problem
-        self.admission.ended()
-        self._pauses.cancel(sample.request.sample_id for sample in group.samples)
-        self._samples.end_samples(group)
-        if why is not None:
-            self._close("failed", why)
-        self._ready.notify()
-
-    def _end_round(self, round_: ValidationRound) -> None:
-        """End a validation round if it is complete."""
-        if round_.num_missing:
-            return
-        del self._validation.rounds[round_.version]
-        round_.leave_incomplete(self._formula)
-        result = round_.result(self._formula)
-        self._record.validated(result)
-        self._log.add("validation", *round_event(round_, result, self._config.tracking.images))
-        self._samples.end_samples(round_)
-        self._finish_if_complete()
 
     # ---- trainer -----------------------------------------------------------------------------------------------------
 
     async def require_fields(self, fields: tuple[str, ...]) -> None:
         """Set the tensors of training trajectories; called before the first version is published."""
-        self._factory.fields = fields
+        self._plane.factory.fields = fields
 
     async def trainer_collects(self, collects: bool) -> None:
         """Set whether the trainer starts an update once it has all its groups, or with each group."""
@@ -299,33 +182,17 @@ class Coordinator:
         They are for the update that starts from `version` and needs `needed` more groups. The list is empty if the run
         is over: the update is then not made."""
         taken: list[ReadyGroup] = []
-        self.admission.asked(version, needed, self._samples.spare_s, self._clock.now())
-        self._settle()
-        while not self._closed:
-            while len(taken) < needed and (ready := self._take(version, needed - len(taken))):
+        self.admission.asked(version, needed, self._samples.spare_s, self._plane.clock.now())
+        self._plane.settle()
+        while not self._plane.closed:
+            while len(taken) < needed and (ready := self._plane.take(version, needed - len(taken))):
                 taken.append(ready)
-            if taken and not self._closed:
+            if taken and not self._plane.closed:
                 return taken
-            if not self._closed:
-                await self._ready.wait()
-        self._end()
+            if not self._plane.closed:
+                await self._plane.ready.wait()
+        self._plane.end()
         return []
-
-    def _take(self, version: int, needed: int) -> ReadyGroup | None:
-        """Return the next group to train; None if no group is ready, or if a stale group has ended the run.
-
-        With `staleness.exact`, the result is None while anything could still be generated."""
-        if self._config.staleness.exact and not (self.versions.held == version and self._groups.all_ready):
-            return None
-        try:
-            ready = self._groups.take(version, needed)
-        except TooStale as error:
-            self._close("failed", str(error))
-            return None
-        if ready is not None:
-            self.admission.taken(self._groups.groups[ready.group].times, self._clock.now())
-            self._settle()
-        return ready
 
     async def update_done(self, report: UpdateReport) -> bool:
         """Record that the trainer made `report.version` from these groups. Return whether the run continues.
@@ -333,7 +200,7 @@ class Coordinator:
         Their slots are freed by the publish. A report after the end of the run is ignored: the ledger already has its
         groups as dropped."""
         self.versions.trained = report.version
-        if self._ending.state is not None:
+        if self._plane.ended is not None:
             return False
         trained = self._groups.trained(report)
         for group, _ in trained:
@@ -347,25 +214,25 @@ class Coordinator:
             "admission": self.admission.pace,
         }
         self._samples.begin_update()
-        self._record.updated(data["reward"])
-        self._log.add("update", data, shown)
+        self._plane.record.updated(data["reward"])
+        self._plane.log.add("update", data, shown)
         if self.ledger.problem is not None:
-            self._close("failed", self.ledger.problem)
-        if self._closed:
-            self._end()
-        self._settle()
-        return not self._closed
+            self._plane.close("failed", self.ledger.problem)
+        if self._plane.closed:
+            self._plane.end()
+        self._plane.settle()
+        return not self._plane.closed
 
     async def group_gone(self, group: int, reason: str) -> None:
         """Regenerate a group that the trainer has taken and cannot read; the trainer takes it before any other."""
-        if self._closed or (owner := self._groups.give_back(group)) is None:
+        if self._plane.closed or (owner := self._groups.give_back(group)) is None:
             return
         if owner.losses > self._config.rollout.retries:
-            self._end_group(owner, "dropped", f"its trajectories were lost {owner.losses} times: {reason}")
+            self._plane.end_group(owner, "dropped", f"its trajectories were lost {owner.losses} times: {reason}")
         else:
             for sample in owner.samples:
                 self._samples.make_again(sample)
-        self._settle()
+        self._plane.settle()
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
@@ -384,45 +251,8 @@ class Coordinator:
             await self.engine_lost(report.engine, str(error))  # its samples, made with those weights, are lost too
             return
         if newcomer and self.versions.held is not None:
-            self._weights.notify()
-        self._held_may_differ(before)
-
-    def _held_may_differ(self, before: int | None) -> None:
-        if (held := self.versions.held) is None or held == before or self._closed:
-            return
-        self._ready.notify()
-        self._groups.publish(held)
-        if (round_ := self._validation.begin(held)) is not None:
-            self._samples.add_samples(round_)
-        self._settle()
-        self._finish_if_complete()
-
-    def _admit(self) -> None:
-        """Admit the groups that are due, while there is a free slot, room in the buffers, and an update to train them.
-
-        Groups of an earlier attempt are due at once. If a group is not due yet, this is called again when it is."""
-        version = self.versions.held
-        if version is None or self._closed:
-            return
-        size = self._config.rollout.group_size
-        while self._groups.may_admit and self._samples.bytes.has_room(self._source.next_bucket, size):
-            now = self._clock.now()
-            due = now if self._source.resumes else self.admission.due(*self._groups.untaken, now)
-            if due > now:
-                if due < math.inf:
-                    self._pauses.call("admission", due - now, self._settle)
-                return
-            group, former = self._source.next(version)
-            self._groups.admit(group)
-            self._samples.add_samples(group)
-            if former is not None:
-                problems = [self._samples.restore(*each) for each in group.restored(former)]
-                self._groups.complete(group)  # first, so that the next attempt has it ready if the run ends now
-                if problem := next(filter(None, problems), None):
-                    self._close("failed", problem)
-                    return
-                self._ready.notify()
-        self.admission.full()
+            self._plane.weights.notify()
+        self._plane.held_may_differ(before)
 
     # ---- membership --------------------------------------------------------------------------------------------------
 
@@ -435,44 +265,44 @@ class Coordinator:
         """Remove a lost engine. Other engines regenerate its samples; its late messages are ignored."""
         if not self.versions.knows(engine):
             return
-        if not self._closed:
-            self._log.add("lost", {"name": engine, "reason": reason})
+        if not self._plane.closed:
+            self._plane.log.add("lost", {"name": engine, "reason": reason})
         before = self.versions.held
         self.versions.leave(engine)
-        self._weights.notify()
+        self._plane.weights.notify()
         await self.engine_leaves(engine)
         leases = self._samples.leases_of(engine)
         # First, because a round that ends with the engine's samples must not end the run if another round is due.
-        self._held_may_differ(before)
+        self._plane.held_may_differ(before)
         for sample_id in leases:
             await self.sample_failed(engine, sample_id, f"{engine} was lost: {reason}")
-        self._settle()  # samples of groups that had ended held bytes until now
+        self._plane.settle()  # samples of groups that had ended held bytes until now
 
     async def objects_lost(self, engine: str) -> None:
         """Regenerate samples that a lost process had stored and the trainer has not read."""
-        if self._closed:
+        if self._plane.closed:
             return
         for sample in self._samples.made_by(engine):
             if not isinstance(sample.owner, Group) or self._groups.spoil(sample.owner):
                 self._samples.make_again(sample)
-        self._settle()
+        self._plane.settle()
 
     async def engine_leaves(self, engine: str) -> None:
         """Stop giving work to an engine; `engine_lost` follows once it has reported on all its leases."""
         self._samples.engines.discard(engine)
-        self._producers.evict(engine)
+        self._plane.producers.evict(engine)
 
     async def scorer_lost(self, worker: str) -> None:
         """Remove a reward worker that is lost or abandoned; other workers score the samples it had taken."""
         await self.scorer_leaves(worker)
         for failure in self._samples.worker_lost(worker):
-            self._end_owner(failure)
-        self._settle()
+            self._plane.end_owner(failure)
+        self._plane.settle()
 
     async def scorer_leaves(self, worker: str) -> None:
         """Stop giving work to a reward worker that is no longer needed; it finishes the samples it has."""
         self._samples.lost_workers.add(worker)
-        self._rewarders.evict(worker)
+        self._plane.rewarders.evict(worker)
         self._scorers.forget(worker)
 
     # ---- services and events -----------------------------------------------------------------------------------------
@@ -480,7 +310,7 @@ class Coordinator:
     async def service_ready(self, worker: str, address: str) -> None:
         """Publish the address of a service's ready worker."""
         self._addresses.ready[worker] = address
-        self._changed.notify()
+        self._plane.changed.notify()
         await self.phase(f"{worker}: ready" + (f" at {address}" if address else ""))
 
     async def service_lost(self, worker: str) -> None:
@@ -491,67 +321,46 @@ class Coordinator:
         """Wait for a ready worker of a service; return the addresses of all its ready workers, by name.
 
         Returns an empty dict if the run ends first. Raises ValueError for a role that the recipe does not name."""
-        while not (found := self._addresses.of(role)) and not self._closed:
-            await self._changed.wait()
+        while not (found := self._addresses.of(role)) and not self._plane.closed:
+            await self._plane.changed.wait()
         return found
 
     async def events(self) -> list[RunEvent]:
         """Return the events since the last call, at least one."""
-        return await self._log.take()
+        return await self._plane.log.take()
 
     async def report_spans(self, spans: list[Span]) -> None:
         """Pass spans of time to the driver."""
-        self._log.add("spans", {"spans": spans})
+        self._plane.log.add("spans", {"spans": spans})
 
     async def phase(self, text: str) -> None:
         """Pass a message for the user to the driver; credentials are masked."""
-        self._log.add("phase", {"text": redact_text(text)})
+        self._plane.log.add("phase", {"text": redact_text(text)})
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     async def closing(self) -> None:
         """Wait until workers get no more work; for workers that wait for something other than work."""
-        while not self._closed:
-            await self._changed.wait()
-
-    def _finish_if_complete(self) -> None:
-        if self.versions.held == self.versions.trained == self._config.trainer.updates and not self._validation.rounds:
-            self._close("done", None)
+        while not self._plane.closed:
+            await self._plane.changed.wait()
 
     async def stop(self, reason: str) -> None:
         """End the run early, in order: the workers' calls return nothing."""
-        self._close("interrupted", reason)
+        self._plane.close("interrupted", reason)
 
     async def fail(self, reason: str) -> None:
         """End the run as failed, in order."""
-        self._close("failed", reason)
-
-    def _close(self, status: str, reason: str | None) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._ending.decide(status, reason)
-        for round_ in self._validation.cancel():
-            self._samples.end_samples(round_)
-        self._pauses.cancel_all()
-        for each in (self._producers, self._rewarders, self._weights, self._ready, self._changed):
-            each.notify()
-        if not self._groups.in_training:
-            self._end()
+        self._plane.close("failed", reason)
 
     async def conclude(self) -> None:
         """Drop the groups that the trainer has not reported, once every role has finished or is abandoned."""
-        self._close("failed", "the roles finished before the run did")
-        self._end()
-        self._log.add("concluded", {})
-
-    def _end(self) -> None:
-        if self._ending.state is None:
-            self._ending.drop_groups(self._state())
+        self._plane.close("failed", "the roles finished before the run did")
+        self._plane.end()
+        self._plane.log.add("concluded", {})
 
     async def take_up(self, groups: list[ReadyGroup]) -> None:
         """Take over the trajectories of a checkpoint's ready groups; called before the first version."""
-        self._source.take_up(groups)
+        self._plane.source.take_up(groups)
 
     async def continuation(self) -> ControlState:
         """Return the state for a checkpoint of the newest version; the trainer calls this between two updates.
@@ -559,10 +368,7 @@ class Coordinator:
         After the end of the run, it is the state before unfinished groups were dropped. Raises OSError if the ledger
         lines that it counts are not safe."""
         self._ledger_sync()
-        return self._ending.state or self._state()
-
-    def _state(self) -> ControlState:
-        return control_state(self.versions, self._source, self._groups, self._samples, self._validation, self._record)
+        return self._plane.ended or self._plane.state()
 
     async def statistics(self) -> dict[str, Any]:
         """Return the contents of buffers, the ends of groups, the versions of engines and the addresses of services."""

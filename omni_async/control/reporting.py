@@ -1,4 +1,4 @@
-"""Describes the control plane between two messages, for the driver, `omni-async status` and checkpoints.
+"""Describes the control plane between two messages, for the driver and `omni-async status`.
 
 Contains pure functions, and `Record`: the part of a run's summary that its ledger does not have.
 """
@@ -18,11 +18,9 @@ from omni_async.control.events import Shown
 from omni_async.control.group_table import GroupTable
 from omni_async.control.ledger import Ledger
 from omni_async.control.reasons import count
-from omni_async.control.requests import GroupSource
 from omni_async.control.rounds import Round
 from omni_async.control.sample_table import SampleTable
-from omni_async.control.validation import Validation, ValidationRound, mean_parts
-from omni_async.control.versions import Versions
+from omni_async.control.validation import ValidationRound, mean_parts
 from omni_async.types import ReadyGroup, UpdateReport
 
 
@@ -109,35 +107,6 @@ def endings(ledger: Ledger) -> dict[str, dict[str, int]]:
         "reasons": count(ledger.reasons),
         "drop_reasons": count(ledger.drop_reasons),
     }
-
-
-def control_state(
-    versions: Versions,
-    source: GroupSource,
-    groups: GroupTable,
-    samples: SampleTable,
-    validation: Validation,
-    record: Record,
-) -> ControlState:
-    """Return the part of the control plane that a checkpoint contains.
-
-    Args:
-        versions, groups, samples, validation: the coordinator's, between two messages.
-        source: adds the groups that wait for readmission.
-        record: adds the rewards and rounds so far."""
-    unfinished, ready = groups.state()
-    unfinished_before, ready_before = source.state()
-    return ControlState(
-        version=versions.trained,
-        next_group=source.next_group,
-        images=samples.images,
-        validated=validation.done,
-        ledger=groups.ledger.state(),
-        unfinished=unfinished + unfinished_before,
-        ready=ready + ready_before,
-        rewards=tuple(record.rewards),
-        rounds=record.rounds(until=validation.done),
-    )
 
 
 class Record:

@@ -151,7 +151,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.version = self.to_publish = self.start
         start_of_run = ControlState(version=self.start, next_group=10 * self.start)
         self.coordinator, self.entries = make_coordinator(config, start=start_of_run)
-        self.bucket = cache(self.coordinator._factory.bucket)
+        self.bucket = cache(self.coordinator._plane.factory.bucket)
         self.engines = [*config.engine_names]
         self.workers = ["reward-0", "reward-1"]
         self.lost: list[str] = []
@@ -205,7 +205,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             assert self.holds[engine] >= 0, "a sample was leased to an engine without weights"
             self.leases.append(Lease(engine, request, [self.holds[engine]]))
             if request.kind == "validation" and not self.over:
-                round_ = self.coordinator._validation.rounds[request.group]
+                round_ = self.coordinator._plane.validation.rounds[request.group]
                 assert request.sample_id not in round_.failed, "its round goes on without it"
 
     def num_versions(self, request: SampleRequest) -> int:
@@ -262,7 +262,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @property
     def over(self) -> bool:
-        return self.coordinator._closed
+        return self.coordinator._plane.closed
 
     # ---- rules: engines ----------------------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def forget_failed(self) -> None:
         """Forgets validation samples whose round goes on without them, or is over."""
         for sample in [sample for sample, kind in self.unscored.items() if kind == "validation"]:
-            round_ = self.coordinator._validation.rounds.get(number_of(sample))
+            round_ = self.coordinator._plane.validation.rounds.get(number_of(sample))
             if round_ is None or sample in round_.failed:
                 del self.unscored[sample]
 
@@ -687,7 +687,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             now(self.coordinator.engine_holds(WeightReport(engine, version, digest_of(version))))
         now(self.coordinator.stop("again"))
         assert self.entries == before
-        events = self.coordinator._log._events
+        events = self.coordinator._plane.log._events
         assert not events, f"{[e.kind for e in events]} after the end"
 
 

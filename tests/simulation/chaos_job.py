@@ -205,7 +205,7 @@ class Checks:
                 for result in (result for result in args[1] if result.score is not None):
                     used = result.sample_id in live and live[result.sample_id].score is result.score
                     require(not used, f"{result.sample_id}: {args[0]} was lost, and its result is used")
-            case "continuation" if not coordinator._closed:
+            case "continuation" if not coordinator._plane.closed:
                 self._control_state(coordinator, answer)
 
     def _buffers(self, coordinator: Coordinator) -> None:
@@ -253,7 +253,7 @@ class Checks:
         complete = {group.number for group in coordinator._groups.groups.values() if group.state in COMPLETE}
         ready = {group.group for group in kept.ready}
         require(complete <= ready, f"groups {complete} are ready, {ready} are kept")
-        rounds, last = coordinator._validation.rounds, kept.validated
+        rounds, last = coordinator._plane.validation.rounds, kept.validated
         repeated = last is None or all(version > last for version in rounds)
         require(repeated, f"rounds {[*rounds]} would not be repeated")
 

@@ -343,7 +343,7 @@ class Attempt:
 
     @property
     def _over(self) -> bool:
-        return self.coordinator._closed
+        return self.coordinator._plane.closed
 
     def _lost(self, name: str, reason: str) -> None:
         """Gives up an engine that the keeper here, or the publisher, reported to the coordinator."""

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from omni_async import cli
 from omni_async.commands.operate import left_behind
 from omni_async.config import load
-from omni_async.control.coordinator import Coordinator
+from omni_async.control.plane import ControlPlane
 from omni_async.performance.profile import ServiceTime, write_profile
 from omni_async.records.read.record import read_run
 from omni_async.records.write import rundir
@@ -150,17 +150,17 @@ def test_readers_know_where_an_attempt_resumes_before_its_first_update(interrupt
 
 def test_an_interruption_between_loading_and_the_first_update_changes_nothing(interrupted, monkeypatch):
     """Drops the groups under way, which are not in the ledger and are generated again."""
-    admit = Coordinator._admit
+    admit = ControlPlane._admit
 
-    def admit_and_interrupt(coordinator: Coordinator) -> None:
-        admit(coordinator)
-        if coordinator.ledger.live:
+    def admit_and_interrupt(plane: ControlPlane) -> None:
+        admit(plane)
+        if plane.ledger.live:
             os.kill(os.getpid(), signal.SIGINT)
 
     before, slow = interrupted.files(), interrupted.recipe.with_name("slow.json")
     write_profile(slow, replace(PROFILE, generate=ServiceTime(fixed_s=500.0)))
     with monkeypatch.context() as patched:
-        patched.setattr(Coordinator, "_admit", admit_and_interrupt)
+        patched.setattr(ControlPlane, "_admit", admit_and_interrupt)
         summary = interrupted.attempt(f"emulation.profile={slow}")
     assert summary.status == "interrupted" and summary.counters.dropped > 0 and summary.conserved
     assert interrupted.files() == before
