@@ -292,7 +292,9 @@ def test_a_full_disk_leaves_no_part_and_a_recipe_there_stays(workplace, capsys):
 
 def test_a_family_that_needs_images_refuses_prompts_without(built, workplace, capsys):
     [family] = (one for one in FAMILIES if one.label == "wan2_2_i2v")
-    told = refused(capsys, "--model", built(family), "--prompts", "lines.txt")
+    model = built(family)
+    capsys.readouterr()  # progress of the build
+    told = refused(capsys, "--model", model, "--prompts", "lines.txt")
     assert told == "--prompts: lines.txt: 2 of 2 prompts have no `image`, which wan2_2_i2v begins with"
 
 
