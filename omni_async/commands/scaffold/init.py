@@ -30,6 +30,7 @@ from omni_async.commands.scaffold.shipped import copy_recipes
 from omni_async.config import Config, ConfigError, load
 from omni_async.config import reward as sections
 from omni_async.config.load import decode
+from omni_async.config.schema import Data
 from omni_async.config.section import size_text
 from omni_async.config.tree import errors_of, path_params, set_override
 from omni_async.config.yaml_text import parse_yaml
@@ -87,16 +88,22 @@ def _answers(options: argparse.Namespace, questions: Questions) -> tuple[Answers
     spec = _spec(family.sampling, options.overrides)
     made = " and ".join(dict.fromkeys(shape.part for shape in spec.media()))
     questions.say(f"{family.name}, {size_text(size)} of weights to train; it makes {made}")
-    question = "Prompts to train on (.txt or .jsonl)"
+    with errors_of(options.recipe):
+        data = decode(_section(options.overrides, "data"), Data, "data")
+    flag = "--prompts" if data.prompts is None else "data.prompts"
     path, prompts = questions.answer(
-        "--prompts", options.prompts, question, None, lambda path: (path, read_prompts(path, family))
+        flag,
+        data.prompts or options.prompts,
+        "Prompts to train on (.txt or .jsonl)",
+        None,
+        lambda path: (path, read_prompts(path, family, flag, data.columns)),
     )
     validation = questions.answer(
         "--validation",
         options.validation,
         "Prompts never trained on, to validate with (none: no validation)",
         held_out_beside(path) or "none",
-        lambda path: None if path == "none" else (read_prompts(path, family, "--validation"), path)[1],
+        lambda path: None if path == "none" else (read_prompts(path, family, "--validation", data.columns), path)[1],
     )
     reward = _reward(options, questions, prompts, spec)
     questions.say(f"algorithms: {', '.join(objectives_for(family))} (docs/choose.md)")
@@ -117,13 +124,18 @@ def _answers(options: argparse.Namespace, questions: Questions) -> tuple[Answers
     return answers, len(prompts)
 
 
-def _spec(sampling: type[SamplingSpec], overrides: Sequence[str]) -> SamplingSpec:
-    """Return the family's sample with the overrides, or its defaults if they are invalid: `load` reports the error."""
-    tree: Tree = {"rollout": {"sampling": {}}}
+def _section(overrides: Sequence[str], name: str) -> Any:
+    """Return a section of the recipe with the values of the overrides alone."""
+    tree: Tree = {name: {}}
     for override in overrides:
         set_override(tree, override)
+    return tree[name]
+
+
+def _spec(sampling: type[SamplingSpec], overrides: Sequence[str]) -> SamplingSpec:
+    """Return the family's sample with the overrides, or its defaults if they are invalid: `load` reports the error."""
     try:
-        return decode(tree["rollout"]["sampling"], sampling)
+        return decode(_section(overrides, "rollout")["sampling"], sampling)
     except (ConfigError, KeyError, TypeError):
         return sampling()
 

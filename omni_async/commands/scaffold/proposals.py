@@ -6,6 +6,7 @@ Imports no torch; imports scorers' modules, but does not load their models.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from omni_async.config.draws import require_latents
 from omni_async.config.hub import downloaded
 from omni_async.config.load import family_of
 from omni_async.data.prompts import load_prompts
+from omni_async.data.tables import NO_COLUMNS, Columns
 from omni_async.plugins.entry_points import not_one_of
 from omni_async.plugins.families import PipelineFamily, SamplingSpec, find_family
 from omni_async.rewards import registry
@@ -48,9 +50,15 @@ def find_model(model: str) -> tuple[PipelineFamily, int]:
     return family, sum(file.stat().st_size for file in files)
 
 
-def read_prompts(path: str, family: PipelineFamily, flag: str = "--prompts") -> list[Prompt]:
-    """Return the prompts of a file. ConfigError, one line, for an invalid line or missing images for the family."""
-    prompts = load_prompts(path, flag, _LONGEST_PROMPT)
+def read_prompts(
+    path: str, family: PipelineFamily, flag: str = "--prompts", columns: Columns = NO_COLUMNS
+) -> list[Prompt]:
+    """Return the prompts of a table, a file or a folder, or of a data set in the hub's cache.
+
+    ConfigError, one line that begins with `flag`, for an invalid row or missing images for the family."""
+    there = os.path.exists(path)  # noqa: PTH110 - pathlib raises for a long text
+    table = path if there else downloaded(path, "dataset") or Path(path).expanduser()
+    prompts = load_prompts(str(table), flag, _LONGEST_PROMPT, columns=columns)
     if family.needs_images and (without := [prompt for prompt in prompts if not prompt.images]):
         raise ConfigError(
             f"{flag}: {path}: {len(without)} of {len(prompts)} prompts have no `image`, which {family.name} begins with"

@@ -1,0 +1,77 @@
+"""Tests the prompts, columns and paths that `omni-async init` accepts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from omni_async import cli
+from omni_async.config import Config, load
+from omni_async.runtime.preflight.check import preflight
+from tests.support.places import ROOT
+
+MODEL = ["--model", str(ROOT / "recipes" / "quickstart" / "checkpoint"), "--devices", "0"]
+SMALL = ["rollout.sampling.height=64", "rollout.sampling.width=64"]
+ROWS = {"caption": [f"a sign with {i}" for i in range(12)], "answer": [str(i) for i in range(12)]}
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    pq.write_table(pa.table(ROWS), tmp_path / "p.parquet")
+    return tmp_path
+
+
+def written(*arguments: str) -> Config:
+    """Returns the recipe that the command writes in another folder, as `check` accepts it."""
+    assert cli.main(["init", "new/my.yaml", "--yes", *MODEL, *SMALL, *arguments]) == 0
+    config = load("new/my.yaml")
+    preflight(config, elsewhere=True)
+    return config
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["init", "my.yaml", "--yes", *MODEL, *SMALL, *arguments]) == 2
+    assert not Path("my.yaml").exists()
+    return capsys.readouterr().err.removeprefix("omni-async: ").rstrip()
+
+
+@pytest.mark.parametrize("prompts", [["--prompts", "p.parquet"], ["data.prompts=p.parquet"]])
+@pytest.mark.parametrize(
+    "columns",
+    [
+        ["data.columns.prompt=caption", "data.columns.target=answer"],
+        ["data.columns={prompt: caption, target: answer}"],
+    ],
+)
+def test_prompts_are_read_by_the_overridden_columns(workplace, prompts, columns):
+    config = written(*prompts, *columns)
+    assert config.data.prompts == str(workplace / "p.parquet")
+    assert config.data.columns == {"prompt": "caption", "target": "answer"}
+    assert config.reward.scorers[0].name == "ocr"  # proposed, because every prompt has a target
+
+
+def test_validation_prompts_are_read_by_the_same_columns(workplace):
+    pq.write_table(pa.table({"caption": ["a tree"], "answer": ["x"]}), workplace / "v.parquet")
+    columns = ["data.columns.prompt=caption", "data.columns.target=answer"]
+    config = written("--prompts", "p.parquet", "--validation", "v.parquet", *columns)
+    assert config.validation is not None and config.validation.prompts == str(workplace / "v.parquet")
+
+
+def test_a_wrong_column_is_reported_once(capsys):
+    said = refused(capsys, "--prompts", "p.parquet")
+    assert said == (
+        "--prompts: p.parquet: row 0: expected a field `prompt`, got caption, answer; name its column, as"
+        " data.columns.prompt=caption; and 11 more"
+    )
+    said = refused(capsys, "data.prompts=p.parquet", "data.columns.prompt=captoin")
+    why = "no row has 'captoin', which data.columns.prompt names; it has caption, answer"
+    assert said == f"data.prompts: p.parquet: {why}"
+
+
+def test_a_wrong_value_of_the_columns_has_its_key(capsys):
+    said = refused(capsys, "--prompts", "p.parquet", "data.columns=caption")
+    assert said.startswith("my.yaml: data.columns: expected ") and said.endswith("got 'caption'")
