@@ -32,7 +32,7 @@ from omni_async.config import reward as sections
 from omni_async.config.load import decode
 from omni_async.config.schema import Data
 from omni_async.config.section import size_text
-from omni_async.config.tree import errors_of, path_params, set_override
+from omni_async.config.tree import errors_of, file_of, path_params, set_override
 from omni_async.config.yaml_text import parse_yaml
 from omni_async.plugins.families import SamplingSpec
 from omni_async.rewards import registry
@@ -187,6 +187,8 @@ def _rebase(tree: Tree, folder: Path) -> None:
     places = [(tree["model"], "path"), (tree["data"], "prompts"), (tree["validation"] or {}, "prompts")]
     places += [(server, "model") for server in reward.get("servers", ())]
     for scorer in reward.get("scorers", ()):
+        if (file := file_of(scorer["name"])) is not None and not Path(file).is_absolute():
+            scorer["name"] = os.path.relpath(file, folder) + scorer["name"][len(file) :]
         places += [(scorer.get("params", {}), key) for key in path_params(scorer["name"])]
     for section, key in places:
         given = section.get(key)

@@ -75,3 +75,13 @@ def test_a_wrong_column_is_reported_once(capsys):
 def test_a_wrong_value_of_the_columns_has_its_key(capsys):
     said = refused(capsys, "--prompts", "p.parquet", "data.columns=caption")
     assert said.startswith("my.yaml: data.columns: expected ") and said.endswith("got 'caption'")
+
+
+@pytest.mark.parametrize("folder", [".", "scorers"])
+def test_a_scorers_file_is_found_from_the_recipes_folder(workplace, folder):
+    file = workplace / folder / "mine.py"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("def size(images, prompts):\n    return [image.size for image in images]\n")
+    (workplace / "p.txt").write_text("a cat\na dog\n")
+    config = written("--prompts", "p.txt", "--reward", f"{folder}/mine.py:size")
+    assert config.reward.scorers[0].name == f"{file}:size"
