@@ -19,22 +19,23 @@ from omni_async.commands.scaffold.proposals import (
     engine_for,
     find_model,
     fits,
-    held_out_beside,
     objectives_for,
     propose_reward,
+    propose_validation,
     read_objective,
     read_prompts,
 )
-from omni_async.commands.scaffold.recipe import REASONS, Answers, Reward, Tree, compose
+from omni_async.commands.scaffold.recipe import HELD_OUT_SHARE, REASONS, Answers, Reward, Tree, compose
 from omni_async.commands.scaffold.shipped import copy_recipes
 from omni_async.config import Config, ConfigError, load
 from omni_async.config import reward as sections
 from omni_async.config.load import decode
-from omni_async.config.schema import Data
+from omni_async.config.schema import Data, Validation
 from omni_async.config.section import size_text
 from omni_async.config.tree import errors_of, file_of, path_params, set_override
 from omni_async.config.yaml_text import parse_yaml
-from omni_async.plugins.families import SamplingSpec
+from omni_async.data.tables import SUFFIXES, Columns
+from omni_async.plugins.families import PipelineFamily, SamplingSpec
 from omni_async.rewards import registry
 from omni_async.runtime.preflight.check import preflight
 from omni_async.types import Prompt
@@ -94,16 +95,16 @@ def _answers(options: argparse.Namespace, questions: Questions) -> tuple[Answers
     path, prompts = questions.answer(
         flag,
         data.prompts or options.prompts,
-        "Prompts to train on (.txt or .jsonl)",
+        f"Prompts to train on (a folder, {', '.join(SUFFIXES)})",
         None,
         lambda path: (path, read_prompts(path, family, flag, data.columns)),
     )
     validation = questions.answer(
         "--validation",
-        options.validation,
-        "Prompts never trained on, to validate with (none: no validation)",
-        held_out_beside(path) or "none",
-        lambda path: None if path == "none" else (read_prompts(path, family, "--validation", data.columns), path)[1],
+        _overridden_validation(options) or options.validation,
+        "Prompts never trained on, to validate with (a file; split: a tenth of the prompts; none: no validation)",
+        propose_validation(path, prompts),
+        lambda given: _validation(given, family, data.columns),
     )
     reward = _reward(options, questions, prompts, spec)
     questions.say(f"algorithms: {', '.join(objectives_for(family))} (docs/choose.md)")
@@ -122,6 +123,26 @@ def _answers(options: argparse.Namespace, questions: Questions) -> tuple[Answers
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", options.recipe.stem).lstrip(".-")[:80] or "run"
     answers = Answers(name, family, model, size, path, validation, reward, objective, devices, engine_for(family))
     return answers, len(prompts)
+
+
+def _overridden_validation(options: argparse.Namespace) -> str | None:
+    """Return the answer about validation that the overrides give, or None."""
+    section = _section(options.overrides, "validation")
+    if section is None:
+        return "none"
+    with errors_of(options.recipe):
+        validation = decode(section, Validation, "validation")
+    return validation.prompts or (None if validation.split is None else "split")
+
+
+def _validation(given: str, family: PipelineFamily, columns: Columns) -> Tree | None:
+    """Return the source of validation prompts, as keys of `validation`; None for no validation."""
+    if given == "none":
+        return None
+    if given == "split":
+        return {"split": HELD_OUT_SHARE}
+    read_prompts(given, family, "--validation", columns)
+    return {"prompts": given}
 
 
 def _section(overrides: Sequence[str], name: str) -> Any:

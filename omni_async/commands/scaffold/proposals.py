@@ -31,6 +31,7 @@ _LINE_HEIGHT = 256  # pixels; an image of at most this height holds a line of te
 # The first of these scorers that fits the prompts and the model's media is proposed; the last ones accept any prompt.
 _BY_PROMPT = ("scene_text", "object_checks")
 _BY_MEDIA = ("motion_smoothness", "pick_score")
+_FEWEST_TO_SPLIT = 20  # texts; a tenth of fewer measures nothing
 _HELD_OUT = ("validation", "valid", "val", "test", "eval", "heldout")
 
 
@@ -66,7 +67,13 @@ def read_prompts(
     return prompts
 
 
-def held_out_beside(path: str) -> str | None:
+def propose_validation(path: str, prompts: Sequence[Prompt]) -> str:
+    """Return a held-out file next to the prompts; `split` without one, `none` if there are too few texts to split."""
+    texts = {prompt.text for prompt in prompts}
+    return _held_out_beside(path) or ("split" if len(texts) >= _FEWEST_TO_SPLIT else "none")
+
+
+def _held_out_beside(path: str) -> str | None:
     """Return a file next to the prompts with a held-out name (`test.txt` for `train.txt`), or None."""
     given = Path(path)
     for word in _HELD_OUT:

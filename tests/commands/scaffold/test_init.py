@@ -250,7 +250,7 @@ def test_input_that_ends_is_one_line(workplace, monkeypatch, capsys):
     ("arguments", "said"),
     [
         ([], "--model: required without a terminal: Checkpoint folder in diffusers layout"),
-        (DIGITS[:2], "--prompts: required without a terminal: Prompts to train on (.txt or .jsonl)"),
+        (DIGITS[:2], "--prompts: required without a terminal: Prompts to train on (a folder, .txt, .jsonl, "),
         (["--model", "nowhere"], "--model: there is no folder nowhere; "),
         ([*DIGITS[:2], "--prompts", "none.txt"], "--prompts: no such file: none.txt"),
         (

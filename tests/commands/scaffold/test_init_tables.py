@@ -10,6 +10,7 @@ import pytest
 
 from omni_async import cli
 from omni_async.config import Config, load
+from omni_async.data.tables import SUFFIXES
 from omni_async.runtime.preflight.check import preflight
 from tests.support.places import ROOT
 
@@ -72,9 +73,32 @@ def test_a_wrong_column_is_reported_once(capsys):
     assert said == f"data.prompts: p.parquet: {why}"
 
 
-def test_a_wrong_value_of_the_columns_has_its_key(capsys):
-    said = refused(capsys, "--prompts", "p.parquet", "data.columns=caption")
-    assert said.startswith("my.yaml: data.columns: expected ") and said.endswith("got 'caption'")
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("data.columns=caption", "data.columns"),
+        ("data=3", "data"),
+        ("validation.prompts=3", "validation.prompts"),
+        ("validation=3", "validation"),
+    ],
+)
+def test_a_wrong_value_has_its_key(capsys, override, key):
+    (Path("p.txt")).write_text("a cat\n")
+    said = refused(capsys, "--prompts", "p.txt", override)
+    assert said.startswith(f"my.yaml: {key}: expected ") and "got " in said and "\n" not in said
+
+
+def test_a_folder_or_a_data_set_of_the_hubs_cache_is_taken(workplace, monkeypatch):
+    snapshot = workplace / "hub" / "datasets--owner--signs" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    pq.write_table(pa.table({"prompt": ["a cat", "a dog"]}), snapshot / "train.parquet")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(workplace / "hub"))
+    for given, name in (("owner/signs", "hub.yaml"), (str(snapshot), "folder.yaml")):
+        arguments = ["--prompts", given, "--reward", "jpeg_size"]
+        assert cli.main(["init", name, "--yes", *MODEL, *SMALL, *arguments]) == 0
+        assert load(name).data.prompts == str(snapshot)
 
 
 @pytest.mark.parametrize("folder", [".", "scorers"])
@@ -85,3 +109,41 @@ def test_a_scorers_file_is_found_from_the_recipes_folder(workplace, folder):
     (workplace / "p.txt").write_text("a cat\na dog\n")
     config = written("--prompts", "p.txt", "--reward", f"{folder}/mine.py:size")
     assert config.reward.scorers[0].name == f"{file}:size"
+
+
+@pytest.mark.parametrize(
+    ("num", "arguments", "split"),
+    [
+        (12, [], None),
+        (12, ["--validation", "split"], 0.1),
+        (12, ["validation.split=0.25"], 0.25),
+        (12, ["validation={split: 3}"], 3),
+        (20, [], 0.1),
+        (20, ["--validation", "none"], None),
+        (20, ["validation=null"], None),
+        (20, ["validation.split=4"], 4),
+    ],
+)
+def test_a_split_is_proposed_or_given(workplace, num, arguments, split):
+    (workplace / "p.txt").write_text("".join(f"a sign with {i}\n" for i in range(num)))
+    config = written("--prompts", "p.txt", "--reward", "jpeg_size", *arguments)
+    assert (config.validation and config.validation.split) == split
+    text = " ".join(Path("new/my.yaml").read_text().replace("#", "").split())
+    assert ("validation.split=0.1 holds out a tenth" in text) is (split is None and "validation=null" not in arguments)
+
+
+def test_a_split_is_taken_instead_of_the_file_next_to_the_prompts(workplace):
+    for name in ("train", "test"):
+        (workplace / f"{name}.txt").write_text("a cat\na dog\n")
+    arguments = ["--prompts", "train.txt", "--reward", "jpeg_size"]
+    assert cli.main(["init", "beside.yaml", "--yes", *MODEL, *SMALL, *arguments]) == 0
+    assert load("beside.yaml").validation.prompts == str(workplace / "test.txt")
+    config = written(*arguments, "validation.split=1")
+    assert (config.validation.prompts, config.validation.split) == (None, 1)
+
+
+def test_the_help_names_every_table(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["init", "--help"])
+    shown = capsys.readouterr().out
+    assert all(suffix in shown for suffix in SUFFIXES)
