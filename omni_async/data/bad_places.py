@@ -37,9 +37,11 @@ class BadPlaces:
         except ConfigError as error:
             self.add(where, number, str(error).removeprefix(f"{where}: "))
 
-    def require_none(self, last: str | None = None) -> None:
-        """Raise ConfigError, one line, if there are any; `last` is the error that ended the file."""
-        shown = sorted(self._found.items())[:_SHOWN]
+    def require_none(self, last: str | None = None, most: int = _SHOWN) -> None:
+        """Raise ConfigError, one line, if there are any; `last` is the error that ended the file.
+
+        `most`: how many to show, at most ten."""
+        shown = sorted(self._found.items())[:most]
         if not shown:
             return
         (_, (where, problem)), *others = shown

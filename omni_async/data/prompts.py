@@ -17,10 +17,11 @@ from msgspec.structs import replace
 from omni_async.config import ConfigError
 from omni_async.data.bad_places import BadPlaces
 from omni_async.data.rows import EXAMPLE
-from omni_async.data.tables import NO_COLUMNS, Columns, Table, open_table
+from omni_async.data.tables import NO_COLUMNS, Columns, NoColumnError, Table, open_table
 from omni_async.types import Prompt, PromptImage
 
 _PIXELS_DECODED = 2**30  # of images: some twenty seconds on one core; other images: only headers and checksums
+_NO_FIELD = "expected a field `prompt`, got "
 _KEYS = ("prompt", "negative_prompt", "target", "image", "images")
 
 # Returns why a scorer or the model cannot use a prompt, None if it can.
@@ -50,17 +51,22 @@ def load_prompts(
         columns: names of columns by field, as `data.columns`.
 
     Raises:
-        ConfigError: one line with the numbers of rows that are wrong or refused by a check, at most ten."""
+        ConfigError: one line with the numbers of rows that are wrong or refused by a check, at most ten. A wrong name
+            of a column is reported once."""
     table = open_table(path, key, within)
     prompts: dict[int, Prompt] = {}
     places: dict[int, str] = {}
     bad = BadPlaces(table.place)
+    unnamed = True  # no row has a field `prompt`: a single error, not an error for every row
     try:
         for where, number, found in each_prompt(table, max_chars, checks, columns):
             if isinstance(found, Prompt):
                 prompts[number], places[number] = found, where
             else:
                 bad.add(where, number, found)
+            unnamed = unnamed and isinstance(found, str) and found.startswith(_NO_FIELD)
+    except NoColumnError:
+        raise
     except ConfigError as error:  # nothing after it can be read
         bad.require_none(str(error))
         raise
@@ -68,6 +74,8 @@ def load_prompts(
         numbers = list(prompts)
         for position, problem in whole([*prompts.values()]).items():
             bad.add(places[numbers[position]], numbers[position], problem)
+    if unnamed:
+        bad.require_none(most=1)
     bad.require_none()
     if not prompts:
         raise ConfigError(f"{table.name} holds no prompts; expected one a {table.place}")
@@ -121,7 +129,7 @@ def _no_text(fields: dict[str, Any]) -> str:
         texts = [name for name, cell in fields.items() if isinstance(cell, str)]
         name = next((name for name in ("text", "caption", "Prompt") if name in texts), next(iter(texts), "NAME"))
         got = ", ".join(fields)[:200]
-        return f"expected a field `prompt`, got {got}; name its column, as data.columns.prompt={name}"
+        return f"{_NO_FIELD}{got}; name its column, as data.columns.prompt={name}"
     if (text := fields["prompt"]) is None or isinstance(text, str):
         return "the prompt is empty; write its text, or remove the row"
     return f"prompt: expected a string, got {repr(text)[:200]}; write it in quotation marks"

@@ -41,6 +41,10 @@ Columns = Mapping[str, str | None]  # names of columns by field, as `data.column
 NO_COLUMNS: Columns = MappingProxyType({})
 
 
+class NoColumnError(ConfigError):
+    """A column that `data.columns` names is in no row."""
+
+
 class Row(NamedTuple):
     """One row: its place for errors, its number, and the function that decodes its fields or raises ConfigError."""
 
@@ -72,7 +76,7 @@ class Table(NamedTuple):
             binary: the fields whose binary cells are read.
 
         Raises:
-            ConfigError: a named column is in no row."""
+            NoColumnError: a named column is in no row."""
         names = Names(columns, binary)
         if not columns:
             yield from self.read(names)
@@ -108,12 +112,13 @@ class Names:
         return fields
 
     def require_seen(self, name: str) -> None:
-        """Raise ConfigError if a column is in no row of a table that has rows."""
+        """Raise NoColumnError if a column is in no row of a table that has rows."""
         for field, column in self._unseen.items() if self._others else ():
             has = ", ".join(self._others)[:300]
             problem = f"{name}: no row has {column!r}, which data.columns.{field} names; it has {has}"
             merged = len(self._others) == 1 and any(separator in has for separator in ",;\t|")
-            raise ConfigError(f"{problem}: separate columns by commas in .csv, by tabs in .tsv" if merged else problem)
+            hint = ": separate columns by commas in .csv, by tabs in .tsv" if merged else ""
+            raise NoColumnError(f"{problem}{hint}")
 
 
 def open_table(path: str | Path, key: str = "", within: Path | None = None) -> Table:

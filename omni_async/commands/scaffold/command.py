@@ -22,6 +22,7 @@ leave open, with a proposal; without a terminal, or with --yes, it takes the pro
 list recipes` shows them). key.path=value sets any value of the recipe. A judge (vlm_judge) takes --param
 model=FOLDER, which the run then serves, or a server's name and --param urls=[http://...].
 """
+_PROMPTS = "prompts to train on: a folder, .txt, .jsonl, .json, .csv, .tsv, .parquet or .arrow, as data.prompts"
 
 
 def add_init(commands: Any) -> None:
@@ -35,8 +36,8 @@ def add_init(commands: Any) -> None:
         "--from", dest="source", metavar="NAME", help="copy shipped recipes, for example quickstart, and write no other"
     )
     add("--model", metavar="PATH", help="checkpoint folder in diffusers layout, or owner/name in a hub's cache here")
-    add("--prompts", metavar="FILE", help="prompts to train on, .txt or .jsonl")
-    more = "prompts that are not trained on (default: for train.txt, test.txt in the same folder)"
+    add("--prompts", metavar="FILE", help=_PROMPTS)
+    more = "prompts that are not trained on (default: for train.txt, test.txt in its folder; or split: a tenth of all)"
     add("--validation", metavar="FILE", help=more)
     add("--reward", metavar="NAME", help="a scorer; `omni-async list scorers` shows them")
     add("--param", action="append", default=[], metavar="KEY=VALUE", help="a parameter of the scorer (YAML)")

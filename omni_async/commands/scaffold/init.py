@@ -19,21 +19,23 @@ from omni_async.commands.scaffold.proposals import (
     engine_for,
     find_model,
     fits,
-    held_out_beside,
     objectives_for,
     propose_reward,
+    propose_validation,
     read_objective,
     read_prompts,
 )
-from omni_async.commands.scaffold.recipe import REASONS, Answers, Reward, Tree, compose
+from omni_async.commands.scaffold.recipe import HELD_OUT_SHARE, REASONS, Answers, Reward, Tree, compose
 from omni_async.commands.scaffold.shipped import copy_recipes
 from omni_async.config import Config, ConfigError, load
 from omni_async.config import reward as sections
 from omni_async.config.load import decode
+from omni_async.config.schema import Data, Validation
 from omni_async.config.section import size_text
-from omni_async.config.tree import errors_of, path_params, set_override
+from omni_async.config.tree import errors_of, file_of, path_params, set_override
 from omni_async.config.yaml_text import parse_yaml
-from omni_async.plugins.families import SamplingSpec
+from omni_async.data.tables import SUFFIXES, Columns
+from omni_async.plugins.families import PipelineFamily, SamplingSpec
 from omni_async.rewards import registry
 from omni_async.runtime.preflight.check import preflight
 from omni_async.types import Prompt
@@ -87,16 +89,22 @@ def _answers(options: argparse.Namespace, questions: Questions) -> tuple[Answers
     spec = _spec(family.sampling, options.overrides)
     made = " and ".join(dict.fromkeys(shape.part for shape in spec.media()))
     questions.say(f"{family.name}, {size_text(size)} of weights to train; it makes {made}")
-    question = "Prompts to train on (.txt or .jsonl)"
+    with errors_of(options.recipe):
+        data = decode(_section(options.overrides, "data"), Data, "data")
+    flag = "--prompts" if data.prompts is None else "data.prompts"
     path, prompts = questions.answer(
-        "--prompts", options.prompts, question, None, lambda path: (path, read_prompts(path, family))
+        flag,
+        data.prompts or options.prompts,
+        f"Prompts to train on (a folder, {', '.join(SUFFIXES)})",
+        None,
+        lambda path: (path, read_prompts(path, family, flag, data.columns)),
     )
     validation = questions.answer(
         "--validation",
-        options.validation,
-        "Prompts never trained on, to validate with (none: no validation)",
-        held_out_beside(path) or "none",
-        lambda path: None if path == "none" else (read_prompts(path, family, "--validation"), path)[1],
+        _overridden_validation(options) or options.validation,
+        "Prompts never trained on, to validate with (a file; split: a tenth of the prompts; none: no validation)",
+        propose_validation(path, prompts),
+        lambda given: _validation(given, family, data.columns),
     )
     reward = _reward(options, questions, prompts, spec)
     questions.say(f"algorithms: {', '.join(objectives_for(family))} (docs/choose.md)")
@@ -117,13 +125,38 @@ def _answers(options: argparse.Namespace, questions: Questions) -> tuple[Answers
     return answers, len(prompts)
 
 
-def _spec(sampling: type[SamplingSpec], overrides: Sequence[str]) -> SamplingSpec:
-    """Return the family's sample with the overrides, or its defaults if they are invalid: `load` reports the error."""
-    tree: Tree = {"rollout": {"sampling": {}}}
+def _overridden_validation(options: argparse.Namespace) -> str | None:
+    """Return the answer about validation that the overrides give, or None."""
+    section = _section(options.overrides, "validation")
+    if section is None:
+        return "none"
+    with errors_of(options.recipe):
+        validation = decode(section, Validation, "validation")
+    return validation.prompts or (None if validation.split is None else "split")
+
+
+def _validation(given: str, family: PipelineFamily, columns: Columns) -> Tree | None:
+    """Return the source of validation prompts, as keys of `validation`; None for no validation."""
+    if given == "none":
+        return None
+    if given == "split":
+        return {"split": HELD_OUT_SHARE}
+    read_prompts(given, family, "--validation", columns)
+    return {"prompts": given}
+
+
+def _section(overrides: Sequence[str], name: str) -> Any:
+    """Return a section of the recipe with the values of the overrides alone."""
+    tree: Tree = {name: {}}
     for override in overrides:
         set_override(tree, override)
+    return tree[name]
+
+
+def _spec(sampling: type[SamplingSpec], overrides: Sequence[str]) -> SamplingSpec:
+    """Return the family's sample with the overrides, or its defaults if they are invalid: `load` reports the error."""
     try:
-        return decode(tree["rollout"]["sampling"], sampling)
+        return decode(_section(overrides, "rollout")["sampling"], sampling)
     except (ConfigError, KeyError, TypeError):
         return sampling()
 
@@ -175,6 +208,8 @@ def _rebase(tree: Tree, folder: Path) -> None:
     places = [(tree["model"], "path"), (tree["data"], "prompts"), (tree["validation"] or {}, "prompts")]
     places += [(server, "model") for server in reward.get("servers", ())]
     for scorer in reward.get("scorers", ()):
+        if (file := file_of(scorer["name"])) is not None and not Path(file).is_absolute():
+            scorer["name"] = os.path.relpath(file, folder) + scorer["name"][len(file) :]
         places += [(scorer.get("params", {}), key) for key in path_params(scorer["name"])]
     for section, key in places:
         given = section.get(key)

@@ -6,6 +6,7 @@ Imports no torch; imports scorers' modules, but does not load their models.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from omni_async.config.draws import require_latents
 from omni_async.config.hub import downloaded
 from omni_async.config.load import family_of
 from omni_async.data.prompts import load_prompts
+from omni_async.data.tables import NO_COLUMNS, Columns
 from omni_async.plugins.entry_points import not_one_of
 from omni_async.plugins.families import PipelineFamily, SamplingSpec, find_family
 from omni_async.rewards import registry
@@ -29,6 +31,7 @@ _LINE_HEIGHT = 256  # pixels; an image of at most this height holds a line of te
 # The first of these scorers that fits the prompts and the model's media is proposed; the last ones accept any prompt.
 _BY_PROMPT = ("scene_text", "object_checks")
 _BY_MEDIA = ("motion_smoothness", "pick_score")
+_FEWEST_TO_SPLIT = 20  # texts; a tenth of fewer measures nothing
 _HELD_OUT = ("validation", "valid", "val", "test", "eval", "heldout")
 
 
@@ -48,9 +51,15 @@ def find_model(model: str) -> tuple[PipelineFamily, int]:
     return family, sum(file.stat().st_size for file in files)
 
 
-def read_prompts(path: str, family: PipelineFamily, flag: str = "--prompts") -> list[Prompt]:
-    """Return the prompts of a file. ConfigError, one line, for an invalid line or missing images for the family."""
-    prompts = load_prompts(path, flag, _LONGEST_PROMPT)
+def read_prompts(
+    path: str, family: PipelineFamily, flag: str = "--prompts", columns: Columns = NO_COLUMNS
+) -> list[Prompt]:
+    """Return the prompts of a table, a file or a folder, or of a data set in the hub's cache.
+
+    ConfigError, one line that begins with `flag`, for an invalid row or missing images for the family."""
+    there = os.path.exists(path)  # noqa: PTH110 - pathlib raises for a long text
+    table = path if there else downloaded(path, "dataset") or Path(path).expanduser()
+    prompts = load_prompts(str(table), flag, _LONGEST_PROMPT, columns=columns)
     if family.needs_images and (without := [prompt for prompt in prompts if not prompt.images]):
         raise ConfigError(
             f"{flag}: {path}: {len(without)} of {len(prompts)} prompts have no `image`, which {family.name} begins with"
@@ -58,7 +67,13 @@ def read_prompts(path: str, family: PipelineFamily, flag: str = "--prompts") -> 
     return prompts
 
 
-def held_out_beside(path: str) -> str | None:
+def propose_validation(path: str, prompts: Sequence[Prompt]) -> str:
+    """Return a held-out file next to the prompts; `split` without one, `none` if there are too few texts to split."""
+    texts = {prompt.text for prompt in prompts}
+    return _held_out_beside(path) or ("split" if len(texts) >= _FEWEST_TO_SPLIT else "none")
+
+
+def _held_out_beside(path: str) -> str | None:
     """Return a file next to the prompts with a held-out name (`test.txt` for `train.txt`), or None."""
     given = Path(path)
     for word in _HELD_OUT:

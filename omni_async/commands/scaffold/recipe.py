@@ -18,6 +18,8 @@ from omni_async.plugins.families import PipelineFamily
 
 Tree = dict[str, Any]
 
+HELD_OUT_SHARE = 0.1  # of the prompts, if no other prompts are there to validate with
+
 _STEPS, _WINDOW = 10, 2
 _FORWARD_PASSES_OF_TRAINING = 4  # with gradient checkpointing: forward, recomputed forward, and backward as two
 _LARGE = 4 * 10**9  # bytes of weights; from this size on, a model is trained with adapters
@@ -64,7 +66,9 @@ REASONS = {
     "trainer.micro_batch_size": "it decides on memory alone",
     "trainer.gradient_checkpointing": "a third more time, a fraction of the memory",
     "trainer.optimizer.lr": "3e-4 for adapters, 1e-4 for all weights of a small model, a tenth of it for a large one",
-    "validation": "no prompts for it were given; {every: 20, prompts: FILE} measures what is learnt",
+    "validation": "no prompts for it were given; to measure what is learnt, validation.split=0.1 holds out a tenth of"
+    " data.prompts, and validation.prompts=FILE names other prompts",
+    "validation.split": "a tenth of the prompts is never trained on",
 }
 
 
@@ -87,7 +91,7 @@ class Answers:
     model: str
     weight_bytes: int
     prompts: str
-    validation: str | None
+    validation: Tree | None  # `prompts` or `split`; None: no validation
     reward: Reward
     objective: Objective
     devices: int
@@ -177,7 +181,7 @@ def _base(answers: Answers, split: Split) -> Tree:
         "checkpoint.every": 20,
     }
     if answers.validation is not None:
-        keys["validation"] = {"every": 20, "prompts": answers.validation, "num_inference_steps": _STEPS}
+        keys["validation"] = {"every": 20, **answers.validation, "num_inference_steps": _STEPS}
     return keys
 
 
@@ -198,7 +202,7 @@ def _with_devices(answers: Answers, split: Split) -> Tree:
     if split.shared:
         keys["placement.colocated"] = True
     if answers.validation is not None:
-        keys["validation"] = {"every": 30, "prompts": answers.validation, "num_inference_steps": 2 * _STEPS}
+        keys["validation"] = {"every": 30, **answers.validation, "num_inference_steps": 2 * _STEPS}
     return keys
 
 

@@ -250,7 +250,7 @@ def test_input_that_ends_is_one_line(workplace, monkeypatch, capsys):
     ("arguments", "said"),
     [
         ([], "--model: required without a terminal: Checkpoint folder in diffusers layout"),
-        (DIGITS[:2], "--prompts: required without a terminal: Prompts to train on (.txt or .jsonl)"),
+        (DIGITS[:2], "--prompts: required without a terminal: Prompts to train on (a folder, .txt, .jsonl, "),
         (["--model", "nowhere"], "--model: there is no folder nowhere; "),
         ([*DIGITS[:2], "--prompts", "none.txt"], "--prompts: no such file: none.txt"),
         (
@@ -292,7 +292,9 @@ def test_a_full_disk_leaves_no_part_and_a_recipe_there_stays(workplace, capsys):
 
 def test_a_family_that_needs_images_refuses_prompts_without(built, workplace, capsys):
     [family] = (one for one in FAMILIES if one.label == "wan2_2_i2v")
-    told = refused(capsys, "--model", built(family), "--prompts", "lines.txt")
+    model = built(family)
+    capsys.readouterr()  # progress of the build
+    told = refused(capsys, "--model", model, "--prompts", "lines.txt")
     assert told == "--prompts: lines.txt: 2 of 2 prompts have no `image`, which wan2_2_i2v begins with"
 
 
