@@ -210,6 +210,7 @@ class InProcessEngine(ABC):
             except Exception as error:  # noqa: BLE001 - reported to the caller of swap
                 version = swap.staged.manifest.version
                 outcome = EngineError(f"{self.name}: version {version} could not be loaded: {error}")
+                outcome.__cause__ = error
             self._loop.call_soon_threadsafe(settle, swap.done, outcome)
         return swapped
 

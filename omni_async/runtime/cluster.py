@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
+from omni_async.aio.waiting import Stopped
+from omni_async.config import ConfigError
+from omni_async.config.redact import redact_text
 from omni_async.config.role_table import Membership, RoleSpec, roles_of
 from omni_async.control.events import RunEvent
 from omni_async.records.write.devices import Device
 from omni_async.records.write.rundir import RunDirectory
+from omni_async.rewards.base import WrongScorer
 from omni_async.roles.inputs import RunInputs
 from omni_async.store import ObjectStore
 from omni_async.worker import COORDINATOR, TRAINER, Worker
@@ -30,6 +35,24 @@ class PeerLost(RuntimeError):
 
 class StartError(RuntimeError):
     """Raised when the cluster could not be started; the message contains a remedy."""
+
+
+# Ends of work that a run expects, or that their one line explains.
+_ORDERLY = (asyncio.CancelledError, ConfigError, PeerLost, StartError, Stopped, WrongScorer)
+_SHOWN, _HERE = "_omni_async_shown", object()  # an exception that another process has sent has another object
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an unexpected exception and of its causes, without credentials, for a worker's log.
+
+    It is empty for an orderly end, and from the second call on: several callers may wait for the same exception."""
+    found: BaseException | None = None if isinstance(error, _ORDERLY) else error
+    if isinstance(error, BaseExceptionGroup):
+        found = error.split(_ORDERLY)[1]
+    if found is None or error.__dict__.get(_SHOWN) is _HERE:
+        return ""
+    error.__dict__[_SHOWN] = _HERE  # exceptions of other packages may refuse setattr
+    return redact_text("".join(traceback.format_exception(found)))
 
 
 class RunControl(Membership, Protocol):

@@ -7,8 +7,9 @@ call by another worker is in the caller's log.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from omni_async.aio.clock import Clock, WallClock
@@ -19,7 +20,7 @@ from omni_async.records.write.logs import SharedOutput, printing_as
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.roles.builders import ServiceHost, WorkerContext
 from omni_async.roles.inputs import RunInputs
-from omni_async.runtime.cluster import Cluster
+from omni_async.runtime.cluster import Cluster, traceback_of
 from omni_async.store import LocalStore, ObjectStore
 from omni_async.worker import Worker
 
@@ -39,11 +40,21 @@ class InProcessCluster(Cluster):
         for worker in self._all_workers():
             self._build(worker)
 
+    @contextlib.contextmanager
+    def _logging(self, worker: str) -> Iterator[None]:
+        """Attribute output to a worker; add the traceback of an exception to its log."""
+        with printing_as(worker):
+            try:
+                yield
+            except Exception as error:
+                self._output.add(worker, traceback_of(error))
+                raise
+
     def _build(self, worker: Worker) -> Any:
         context = WorkerContext(
             worker, self._inputs, self._run.path, self.store, self._peers_of(worker), clock=self._clock
         )
-        with printing_as(str(worker)):
+        with self._logging(str(worker)):
             self._actors[str(worker)] = role = load_named(self._table[worker.role].build)(context)
         return role
 
@@ -70,7 +81,7 @@ class InProcessCluster(Cluster):
 
     async def _ready(self, name: str, worker: Any) -> None:
         async with self._startup_limit(lambda: name):
-            with printing_as(name):
+            with self._logging(name):
                 await worker.start()
 
     async def _end(self, name: str) -> None:
@@ -79,11 +90,11 @@ class InProcessCluster(Cluster):
             await role.close()
 
     async def _run_worker(self, name: str) -> None:
-        with printing_as(name):
+        with self._logging(name):
             await self._actors[name].run()
 
     async def _run_service(self, name: str, method: str) -> None:
-        with printing_as(name):
+        with self._logging(name):
             await super()._run_service(name, method)
 
     async def find_lost(self) -> str | None:

@@ -133,8 +133,9 @@ async def test_frozen_weights_stay_and_the_digest_is_of_all_others(models):
     await engine.stage(*publish(1, dict(named_parameters(models[1]))))
     with pytest.raises(
         EngineError, match=r"version 1 could not be loaded: .*'thinker\.tower\.\S+ is .*, expected nothing"
-    ):
+    ) as failure:
         await engine.swap(1)
+    assert failure.value.__cause__ is not None, "its traceback shows the place"
     await engine.close()
 
 

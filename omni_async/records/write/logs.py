@@ -122,6 +122,11 @@ class SharedOutput:
                 if line:
                     self._copy(worker, name, "\n")
 
+    def add(self, worker: str, text: str) -> None:
+        """Add whole lines to a worker's log, and not to the terminal."""
+        with self._lock:
+            self._copy(worker, "", text)
+
     def _write(self, stream: str, write: Callable[[str], int], text: str) -> int:
         if (worker := _printing.get()) is not None:
             with self._lock:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
@@ -26,13 +27,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from omni_async.accelerator import showing
 from omni_async.records.write.devices import Device, DeviceSampler
-from omni_async.runtime.cluster import PeerLost, StartError
+from omni_async.runtime.cluster import PeerLost, StartError, traceback_of
 
 
 class Shell:
     """An actor around the role that `build()` creates. Becomes a Ray actor through `actor_class`.
 
-    The process and its children see the accelerators that Ray gave the actor, and no others."""
+    The process and its children see the accelerators that Ray gave the actor, and no others. An exception of the role
+    goes to its caller; only this process has its traceback, and prints it."""
 
     def __init__(self, build: Callable[[], Any]) -> None:
         # Ray hides no accelerators from an actor without any, and hides none at all if the cluster's owner set
@@ -44,14 +46,14 @@ class Shell:
             self._devices.start()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="role", daemon=True).start()
-        self._role = asyncio.run_coroutine_threadsafe(self._make(build), self._loop).result()
+        self._role = asyncio.run_coroutine_threadsafe(_traced(self._make(build)), self._loop).result()
 
     @staticmethod
     async def _make(build: Callable[[], Any]) -> Any:
         return build()
 
     async def _on_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_traced(work), self._loop))
 
     async def long_call(self, method: str, args: tuple[Any, ...]) -> Any:
         return await self._on_loop(getattr(self._role, method)(*args))
@@ -69,6 +71,14 @@ class Shell:
         """Return the accelerators that this process sees, as last read, once the role's loop has answered."""
         await self._on_loop(asyncio.sleep(0))
         return self._devices.devices
+
+
+async def _traced(work: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        return await work
+    except Exception as error:
+        sys.stderr.write(traceback_of(error))
+        raise
 
 
 def actor_class() -> Any:
