@@ -32,6 +32,8 @@ def _done(finished: Run, updates: int = 3) -> Run:
     assert finished.check_every_group_ended_once().summary.status == "done", finished.summary.reason
     assert [line["update"] for line in finished.metrics] == list(range(1, updates + 1))
     assert finished.summary.counters.dropped == 0
+    logs = {log.name: log.read_text() for log in (finished.path / "logs").iterdir()}
+    assert not [name for name, text in logs.items() if "Traceback" in text], "its ends are orderly"
     return finished
 
 
