@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +97,21 @@ def test_rows_equal_single_sequences(chosen, policy, thinker, theirs, prompts):
     assert mine.keys() == trained
     for name, gradient in mine.items():
         assert (gradient - upstream[name]).abs().max() <= 1e-5 * upstream[name].abs().max(), name
+
+
+def test_image_features_may_come_as_one_tensor_per_image(policy, thinker, prompts, monkeypatch):
+    """As from transformers 5.17; 5.14 joins them."""
+    media = policy.prepare(prompts[3], SPEC).media
+    pixels, grids = media["pixel_values"], media["image_grid_thw"]
+    joined = thinker._image_features(pixels, grids)
+    get, merged = thinker.get_image_features, thinker.spatial_merge_size**2
+
+    def apart(pixels: Tensor, grids: Tensor, **how: Any) -> SimpleNamespace:
+        found = get(pixels, grids, **how).pooler_output
+        return SimpleNamespace(pooler_output=found.split((grids.prod(1) // merged).tolist()))
+
+    monkeypatch.setattr(thinker, "get_image_features", apart)
+    assert torch.equal(thinker._image_features(pixels, grids), joined)
 
 
 def test_an_image_of_several_answers_is_computed_once(policy, thinker, prompts):
