@@ -1,4 +1,4 @@
-"""Owns the tables of the control plane, and the order in which one event changes several of them.
+"""Owns the tables of the control plane, and the order of their changes after an event.
 
 The transition tables of `sample.py` and `group.py` define which events a sample or a group accepts, and which resources
 an event releases.
@@ -277,7 +277,7 @@ class ControlPlane:
     def state(self) -> ControlState:
         """Return the part of the control plane that a checkpoint of the newest version contains."""
         unfinished, ready = self.groups.state()
-        unfinished_before, ready_before = self.source.state()  # those that wait for readmission
+        unfinished_before, ready_before = self.source.state()  # wait for readmission
         return ControlState(
             version=self.versions.trained,
             next_group=self.source.next_group,

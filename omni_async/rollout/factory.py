@@ -4,7 +4,7 @@ Each engine's module, with its imports, is loaded only if that engine is chosen.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omni_async.accelerator import require_accelerator
 from omni_async.config.schema import Config
@@ -70,40 +70,32 @@ def _emulated(config: Config, engine_name: str, family: PipelineFamily) -> Rollo
 
 
 def _diffusers(config: Config, engine_name: str, family: PipelineFamily) -> RolloutEngine:
-    import torch
-
     from omni_async.rollout.diffusers_engine import DiffusersEngine
 
-    rollout = config.rollout
+    policy, rollout = load_policy(family, config.model.path), config.rollout
     return DiffusersEngine(
-        engine_name,
-        load_policy(family, config.model.path),
-        dtype=getattr(torch, config.model.dtype),
-        max_batch=rollout.max_batch,
-        batching=rollout.batching,
-        device=_device(config),
-        conditioning_bytes=bytes_of(rollout.conditioning_cache),
-        offload=rollout.offload,
-        share_prefix=rollout.share_prefix,
+        engine_name, policy, offload=rollout.offload, share_prefix=rollout.share_prefix, **_in_process(config)
     )
 
 
 def _transformers(config: Config, engine_name: str, family: PipelineFamily) -> RolloutEngine:
-    import torch
-
     from omni_async.rollout.transformers_engine import TransformersEngine
 
-    rollout = config.rollout
-    return TransformersEngine(
-        engine_name,
-        load_token_policy(family, config.model.path),
-        dtype=getattr(torch, config.model.dtype),
-        max_batch=rollout.max_batch,
-        batching=rollout.batching,
-        kv=config.weights.kv,
-        device=_device(config),
-        conditioning_bytes=bytes_of(rollout.conditioning_cache),
-    )
+    policy = load_token_policy(family, config.model.path)
+    return TransformersEngine(engine_name, policy, kv=config.weights.kv, **_in_process(config))
+
+
+def _in_process(config: Config) -> dict[str, Any]:
+    """Return the arguments that both engines in the producer's process take."""
+    import torch
+
+    return {
+        "dtype": getattr(torch, config.model.dtype),
+        "max_batch": config.rollout.max_batch,
+        "batching": config.rollout.batching,
+        "device": _device(config),
+        "conditioning_bytes": bytes_of(config.rollout.conditioning_cache),
+    }
 
 
 def _vllm_omni(config: Config, engine_name: str, family: PipelineFamily) -> RolloutEngine:

@@ -105,7 +105,7 @@ def fits(name: str, spec: SamplingSpec) -> bool:
 
 
 def objectives_for(family: PipelineFamily) -> list[str]:
-    """Return the names of the objectives on what the family draws, sorted; without those that cannot be loaded."""
+    """Return the names of the objectives on what the family draws, sorted; a broken one is left out."""
     found = []
     for name in objective_names():
         with contextlib.suppress(ValueError):
@@ -115,7 +115,7 @@ def objectives_for(family: PipelineFamily) -> list[str]:
 
 
 def read_objective(name: str, family: PipelineFamily) -> Objective:
-    """Return the objective. ConfigError, one line, if there is none, or it does not fit what the family draws."""
+    """Return the objective. Raises ConfigError, one line, if it is unknown, or the family draws something else."""
     fitting = objectives_for(family)
     try:
         if name not in objective_names():
