@@ -9,24 +9,21 @@ depends neither on its neighbours nor on the device, unless these change the rou
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from omni_async.aio.threads import in_daemon_thread
-from omni_async.algorithms.registry import TOKENS
-from omni_async.media import Media
-from omni_async.rollout.base import EngineError, Trajectory
+from omni_async.rollout.answers import check_log_probs, check_request, prepared_bytes, trajectory
+from omni_async.rollout.base import Trajectory
 from omni_async.rollout.in_process import InProcessEngine, Waiting, settle
 from omni_async.rollout.recent import Recent
 from omni_async.rollout.stepping import prompt_key
 from omni_async.tokens.policy import Cache, Prepared, TokenPolicy, is_frozen
-from omni_async.types import SampleRequest, VersionSpans
+from omni_async.types import SampleRequest
 from omni_async.weights.buckets import digest_tensors
 
 
@@ -76,7 +73,7 @@ class TransformersEngine(InProcessEngine):
         self._policy = policy
         self._dtype = dtype
         self._recompute = kv == "recompute"
-        self._prompts: Recent[Hashable, Prepared] = Recent(conditioning_bytes, _bytes_of)
+        self._prompts: Recent[Hashable, Prepared] = Recent(conditioning_bytes, prepared_bytes)
 
     def _load(self) -> None:
         loaded = self._policy.load_components(self._dtype)
@@ -87,11 +84,7 @@ class TransformersEngine(InProcessEngine):
         return {name: weight for name, weight in super()._published().items() if not is_frozen(self._policy, name)}
 
     def _check(self, request: SampleRequest) -> None:
-        where = f"request {request.sample_id}"
-        if unknown := sorted(set(request.fields) - set(TOKENS)):
-            raise ValueError(f"{where}: answers have no {unknown}, but {list(TOKENS)}")
-        if not request.spec.most_tokens:
-            raise ValueError(f"{where}: most_tokens must be >= 1, got {request.spec.most_tokens}")
+        check_request(request)
 
     def _batch_key(self, waiting: Waiting) -> Hashable:
         return waiting.request.spec, len(waiting.prepared.prompt.ids)
@@ -167,27 +160,14 @@ class TransformersEngine(InProcessEngine):
             running = [running[row] for row in going]
 
     def _append(self, answer: _Answer, token: int, log_prob: float) -> None:
-        if not math.isfinite(log_prob):
-            raise EngineError(
-                f"{self.name}: token {len(answer.tokens)} of {answer.request.sample_id} has the log-prob {log_prob}"
-                f" under version {self._version}"
-            )
+        check_log_probs(self.name, answer.request, [log_prob], len(answer.tokens), self._version)
         answer.tokens.append(token)
         answer.log_probs.append(log_prob)
         answer.versions.append(self._version)
 
     def _trajectory(self, answer: _Answer, new: bool) -> Trajectory:
-        found = {
-            "prompt": answer.prompt.ids.int(),
-            "tokens": torch.tensor(answer.tokens, dtype=torch.int32),
-            "log_probs": torch.tensor(answer.log_probs, dtype=torch.float32),
-        }
-        ended = answer.tokens[-1] in self._policy.stop_tokens
-        media = Media(
-            text=self._policy.text(answer.tokens), finish="stop" if ended else "length", tokens=len(answer.tokens)
-        )
-        chosen = {name: found[name] for name in answer.request.fields}
-        return Trajectory(TensorDict(chosen, batch_size=[]), media, VersionSpans.of(answer.versions), encoded=int(new))
+        drawn = answer.tokens, answer.log_probs, answer.versions
+        return trajectory(self._policy, answer.request, answer.prompt, *drawn, encoded=int(new))
 
     def _integers(self, numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)
@@ -214,7 +194,3 @@ def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     at = uniform[:, None] * summed[:, -1:]
     tokens = torch.searchsorted(summed, at, right=True).clamp_(max=logits.shape[1] - 1)
     return tokens[:, 0], log_probs.gather(1, tokens)[:, 0]
-
-
-def _bytes_of(prepared: Prepared) -> int:
-    return sum(tensor.nbytes for tensor in (prepared.ids, prepared.positions, *prepared.media.values()))
