@@ -10,14 +10,17 @@ Nothing happens with a CUDA torch, or if the builds match. Nothing is written in
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 _UNLOADABLE = ("torchaudio", "torchcodec")
+_PREPARED = Path(__file__).parent / "prepared"
 
 
 def _installed(package: str) -> str:
@@ -60,6 +63,11 @@ def is_mixed() -> bool:
     """Return whether this installation has a CUDA build of torchvision next to a CPU build of torch."""
     torchvision = _installed("torchvision")
     return "+cpu" in _installed("torch") and bool(torchvision) and "+cpu" not in torchvision
+
+
+def child_environment() -> dict[str, str]:
+    """Return variables with which Python processes that import nothing of ours tolerate a mixed installation."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(_PREPARED), *sys.path]))} if is_mixed() else {}
 
 
 def tolerate_cuda_builds_beside_cpu_torch() -> None:

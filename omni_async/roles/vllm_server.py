@@ -23,7 +23,7 @@ from pathlib import Path
 
 import aiohttp
 
-from omni_async.compat import is_mixed
+from omni_async.compat import child_environment
 from omni_async.config.reading import open_file
 from omni_async.config.redact import one_line
 from omni_async.config.reward import Server
@@ -35,7 +35,6 @@ from omni_async.rewards.scorers.model_names import served_names
 from omni_async.rewards.scorers.model_servers import read_body
 from omni_async.roles.builders import ServiceHost, WorkerContext
 
-_PREPARED = Path(__file__).parent / "prepared"
 _CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_TARGET_DEVICE": "cpu"}
 _QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 _ASK_S = 0.5  # between health checks of a starting server
@@ -130,9 +129,7 @@ class VllmServer(Service):
         found = {**inherited, **_QUIET, **self._devices, "VLLM_API_KEY": self._token}
         if self._server.resources.gpus == 0:
             found |= _CPU | {"OMP_NUM_THREADS": str(max(1, int(self._server.resources.cpus)))}
-        if is_mixed():
-            found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PREPARED), *sys.path]))
-        return found
+        return found | child_environment()
 
     async def _until_ready(self) -> None:
         """Wait until the server answers with the model. Raises ServerNotStarted if it ends or has another model."""
