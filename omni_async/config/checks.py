@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from omni_async.config.draws import draws_problems
+from omni_async.config.draws import TOKEN_ENGINES, draws_problems
 from omni_async.config.engine_args import engine_problems
 from omni_async.config.reward import Scorer
 from omni_async.config.schema import Config
@@ -195,7 +195,7 @@ def _batching(c: Config) -> Iterator[str]:
             f"weights.swap: 'step'{set_by} swaps between two denoising steps, and rollout.batching: request takes all"
             " steps of a batch at once; use swap: request or drain, or batching: step"
         )
-    if c.rollout.engine in ("emulated", "transformers") and c.emulation is None:
+    if c.rollout.engine in ("emulated", *TOKEN_ENGINES) and c.emulation is None:
         yield (
             "rollout.batching: 'request' is for the engines vllm_omni and diffusers, not for"
             f" {c.rollout.engine!r}; use 'step'"

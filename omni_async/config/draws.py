@@ -9,7 +9,7 @@ from omni_async.config.schema import Config
 from omni_async.config.yaml_text import ConfigError
 from omni_async.plugins.families import PipelineFamily, SamplingSpec
 
-TOKEN_ENGINE = "transformers"  # the engine that draws tokens
+TOKEN_ENGINES = ("transformers", "vllm")  # the engines that draw tokens
 _NO_NOISE = "tokens are not made of noise"
 
 
@@ -19,24 +19,24 @@ def drawn(c: Config) -> Literal["latents", "tokens"] | None:
     An emulated job may name no family; then its engine decides."""
     if isinstance(spec := c.rollout.sampling, SamplingSpec):
         return "latents" if spec.most_tokens is None else "tokens"
-    return None if c.emulation is None else "tokens" if c.rollout.engine == TOKEN_ENGINE else "latents"
+    return None if c.emulation is None else "tokens" if c.rollout.engine in TOKEN_ENGINES else "latents"
 
 
 def rate_unit(engine: object) -> str:
     """Return the unit of a run's throughput, by the value of `rollout.engine`."""
-    return "answers/s" if engine == TOKEN_ENGINE else "images/s"
+    return "answers/s" if engine in TOKEN_ENGINES else "images/s"
 
 
 def export_loader(engine: object) -> str:
     """Return the library that loads the export of a run, by the value of `rollout.engine`."""
-    return "transformers" if engine == TOKEN_ENGINE else "diffusers"
+    return "transformers" if engine in TOKEN_ENGINES else "diffusers"
 
 
 def draws_problems(c: Config) -> Iterator[str]:
     """Yield error texts for an engine, and for keys, of models that draw something else."""
     draws, engine, family = drawn(c), c.rollout.engine, f"model.pipeline {c.model.pipeline!r}"
     if draws == "latents":
-        if engine == TOKEN_ENGINE and c.emulation is None:
+        if engine in TOKEN_ENGINES and c.emulation is None:
             yield f"rollout.engine: {engine} draws tokens, and {family} draws latents; use vllm_omni or diffusers"
         if c.weights.kv != "keep":
             yield "weights.kv: a model that draws latents keeps no keys and values; remove it"
@@ -44,8 +44,8 @@ def draws_problems(c: Config) -> Iterator[str]:
         return
     if c.emulation is not None:
         yield "emulation: profiles have no times of tokens, which this model draws; remove the section"
-    if engine != TOKEN_ENGINE:
-        yield f"rollout.engine: {engine} draws latents, and {family} draws tokens; use {TOKEN_ENGINE}"
+    if engine not in TOKEN_ENGINES:
+        yield f"rollout.engine: {engine} draws latents, and {family} draws tokens; use vllm or transformers"
     rollout = c.rollout
     for key, given, why in (
         ("share_initial_noise", rollout.share_initial_noise, _NO_NOISE),

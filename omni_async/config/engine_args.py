@@ -1,4 +1,4 @@
-"""Refuses arguments of vLLM-Omni's engine that contradict the recipe, or that a run cannot use."""
+"""Refuses arguments of vLLM-Omni's and vLLM's engines that contradict the recipe, or that a run cannot use."""
 
 from __future__ import annotations
 
@@ -22,6 +22,17 @@ SET_BY_THE_RUN = {
     "num_gpus": "placement.rollout.gpus",
     "worker_extension_cls": None,
 }
+# The same of `omni_async.rollout.vllm_engine`.
+SET_BY_THE_TOKEN_RUN: dict[str, str | None] = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "enforce_eager": "rollout.compile",
+    "max_num_seqs": "rollout.max_batch",
+    "mm_processor_cache_gb": "rollout.conditioning_cache",
+    **dict.fromkeys(("worker_extension_cls", "logprobs_mode", "generation_config", "async_scheduling")),
+    **dict.fromkeys(("limit_mm_per_prompt", "disable_log_stats", "speculative_config", "load_format")),
+}
 # A version is loaded into the weights in the engine's process, under their checkpoint names and in their dtype. Workers
 # in other processes, and weights that are kept elsewhere or in another form, would not get it.
 _LOADED_ELSEWHERE = {
@@ -36,18 +47,19 @@ _LOADED_ELSEWHERE = {
 # Each contains further arguments, or names a file of arguments, which would not be checked.
 _HOLD_OTHERS = {"stage_overrides", "deploy_config", "strategy_config", "stage_configs_path", "model_class_name"}
 # They skip or approximate computation that the trainer repeats exactly.
-_APPROXIMATE = {"cache_backend", "cache_config", "diffusion_kv_cache_dtype", "fastvideo_vsa_topk"}
+_APPROXIMATE = {"cache_backend", "cache_config", "diffusion_kv_cache_dtype", "fastvideo_vsa_topk", "kv_cache_dtype"}
 _APPROXIMATE_ATTENTION = {"SAGE_ATTN", "SAGE_ATTN_3", "FASTVIDEO_VSA", "RAINFUSION_ATTN"}
-_NOT_THE_POLICY = "it approximates the denoiser, so samples would not be the trained policy's"
+_NOT_THE_POLICY = "it approximates the model, so samples would not be the trained policy's"
 
 
 def engine_problems(c: Config) -> Iterator[str]:
     """Yield error texts for `rollout.engine_args`, `attention_backend` and `compile`."""
     rollout = c.rollout
+    set_by_the_run = SET_BY_THE_TOKEN_RUN if rollout.engine == "vllm" else SET_BY_THE_RUN
     for name in rollout.engine_args:
         key = f"rollout.engine_args.{name}"
-        if name in SET_BY_THE_RUN:
-            decided = SET_BY_THE_RUN[name]
+        if name in set_by_the_run:
+            decided = set_by_the_run[name]
             yield f"{key}: the run sets it; " + (f"use {decided}" if decided else "leave it out")
         elif name in _LOADED_ELSEWHERE:
             yield (
@@ -63,9 +75,9 @@ def engine_problems(c: Config) -> Iterator[str]:
     if rollout.engine == "vllm_omni" or c.emulation is not None:
         return
     for name, value in (
-        ("engine_args", rollout.engine_args),
+        ("engine_args", rollout.engine_args and rollout.engine != "vllm"),
         ("attention_backend", rollout.attention_backend != "auto"),
-        ("compile", rollout.compile == "on"),
+        ("compile", rollout.compile == "on" and rollout.engine != "vllm"),
     ):
         if value:
             yield f"rollout.{name}: expected rollout.engine vllm_omni, got {rollout.engine}; leave it out"

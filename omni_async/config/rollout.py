@@ -92,8 +92,9 @@ EngineArg = Annotated[
 
 
 class Rollout(Section, kw_only=True, frozen=True):
-    engine: Literal["vllm_omni", "diffusers", "transformers", "emulated"] = "vllm_omni"
-    """Engine that generates the samples. `vllm_omni` and `diffusers` draw latents, `transformers` draws tokens."""
+    engine: Literal["vllm_omni", "diffusers", "vllm", "transformers", "emulated"] = "vllm_omni"
+    """Engine that generates the samples. `vllm_omni` and `diffusers` draw latents, `vllm` and `transformers` draw
+    tokens."""
     workers: Workers = 1
     """Number of engines, one producer actor each."""
     group_size: Alive = 8
@@ -123,10 +124,11 @@ class Rollout(Section, kw_only=True, frozen=True):
     """vLLM-Omni's name of the attention kernels, such as `FLASH_ATTN` or `TORCH_SDPA`. `auto`: `TORCH_SDPA` for float32
     weights, which flash kernels refuse; otherwise the device's default."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the denoisers' repeated layers with torch.compile; only for `vllm_omni`. `auto`: on an accelerator, if
-    vLLM-Omni supports its compiler."""
+    """Compile the denoisers' repeated layers with torch.compile; only for `vllm_omni` and `vllm`. `auto`: on an
+    accelerator, if vLLM-Omni supports its compiler."""
     engine_args: dict[EngineArg, Any] = msgspec.field(default_factory=dict)
-    """More arguments of vLLM-Omni's engine, such as `vae_use_tiling: true`; keys that the run sets are refused."""
+    """More arguments of vLLM-Omni's engine, such as `vae_use_tiling: true`, or of vLLM's, such as `max_model_len: 512`;
+    keys that the run sets are refused."""
     timeout_s: Seconds = 600.0
     """Longest time of a sample before the engine counts as hung."""
     retries: Retries = 2

@@ -148,7 +148,8 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     layout: `diffusers`, a folder per component below a `model_index.json`; or `transformers`, one folder with a
         `config.json` and all weights.
     component_class: with layout `transformers`, the class that loads the first component from the folder of the model;
-        None: `model_index_class`."""
+        None: `model_index_class`.
+    on_vllm: whether vLLM loads its checkpoints; its policy then is an `omni_async.tokens.policy.ReadByVllm`."""
 
     name: str
     policy: str
@@ -165,6 +166,7 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     draws: Literal["latents", "tokens"] = "latents"
     layout: Literal["diffusers", "transformers"] = "diffusers"
     component_class: str | None = None
+    on_vllm: bool = False
 
 
 @cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from omni_async.accelerator import require_accelerator
+from omni_async.config.draws import TOKEN_ENGINES
 from omni_async.config.schema import Config
 from omni_async.config.section import bytes_of
 from omni_async.diffusion.policy import load_policy
@@ -35,7 +36,7 @@ def build_engine(
     if profile is not None:
         return _replayed(config, engine_name, profile)
     engine = config.rollout.engine
-    if (family.draws == "tokens") != (engine == "transformers"):
+    if (family.draws == "tokens") != (engine in TOKEN_ENGINES):
         raise ValueError(
             f"rollout.engine: model family {family.name!r} draws {family.draws}, and {engine!r} does not; use"
             f" {'transformers' if family.draws == 'tokens' else 'diffusers'!r}"
@@ -47,6 +48,8 @@ def build_engine(
             return _diffusers(config, engine_name, family)
         case "transformers":
             return _transformers(config, engine_name, family)
+        case "vllm":
+            return _vllm(config, engine_name, family)
         case "vllm_omni":
             return _vllm_omni(config, engine_name, family)
     raise ValueError(f"rollout.engine: unknown engine {engine!r}")
@@ -96,6 +99,27 @@ def _in_process(config: Config) -> dict[str, Any]:
         "device": _device(config),
         "conditioning_bytes": bytes_of(config.rollout.conditioning_cache),
     }
+
+
+def _vllm(config: Config, engine_name: str, family: PipelineFamily) -> RolloutEngine:
+    from omni_async.rollout.vllm_engine import VllmEngine
+
+    if not family.on_vllm:
+        raise ValueError(f"rollout.engine: model family {family.name!r} does not run on 'vllm'; use 'transformers'")
+    rollout = config.rollout
+    return VllmEngine(
+        engine_name,
+        family,
+        path=config.model.path,
+        dtype=config.model.dtype,
+        max_batch=rollout.max_batch,
+        kv=config.weights.kv,
+        start_timeout_s=config.run.startup_timeout_s,
+        rpc_timeout_s=config.weights.timeout_s,
+        conditioning_bytes=bytes_of(rollout.conditioning_cache),
+        compiled=rollout.compile,
+        engine_args=rollout.engine_args,
+    )
 
 
 def _vllm_omni(config: Config, engine_name: str, family: PipelineFamily) -> RolloutEngine:

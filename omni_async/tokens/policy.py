@@ -126,3 +126,12 @@ class TokenPolicy(Protocol):
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of an answer, without special tokens."""
+
+
+class ReadByVllm(TokenPolicy, Protocol):
+    """A policy whose checkpoint vLLM loads, too: that of a family with `on_vllm`."""
+
+    def vllm_prompt(self, prompt: Prompt, spec: Any) -> dict[str, Any]:
+        """Return the prompt as vLLM's dictionary of `prompt`, a text, and `multi_modal_data`.
+
+        vLLM must turn it into the tokens of `prepare`. Raises ValueError as `prepare` does."""

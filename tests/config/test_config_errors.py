@@ -274,6 +274,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
 EXACT = "staleness={max_updates: 3, exact: true}"
 OFFLINE = ["data={preferences: pairs.parquet}", "reward={}"]
 DIFFUSERS = ["rollout.engine=diffusers"]
+VLLM = ["rollout.engine=vllm"]
 PREFIX = ["rollout.share_initial_noise=true", "rollout.share_prefix=true"]
 EMULATED = ["run.runtime=inprocess", "rollout.engine=emulated"]
 
@@ -336,6 +337,17 @@ EMULATED = ["run.runtime=inprocess", "rollout.engine=emulated"]
         (["rollout.engine_args={cache_backend: tea_cache}"], "cache_backend: it approximates ... leave it out"),
         ([*DIFFUSERS, "rollout.compile=on"], "rollout.compile: expected rollout.engine vllm_omni, got diffusers"),
         ([*DIFFUSERS, "rollout.engine_args={vae_use_tiling: true}"], "rollout.engine_args: expected rollout.engine"),
+        (
+            [*VLLM, "rollout.engine_args={async_scheduling: true}"],
+            "engine_args.async_scheduling: the run sets it; leave",
+        ),
+        ([*VLLM, "rollout.engine_args={max_num_seqs: 4}"], "max_num_seqs: the run sets it; use rollout.max_batch"),
+        ([*VLLM, "rollout.engine_args={kv_cache_dtype: fp8}"], "kv_cache_dtype: it approximates the model"),
+        (
+            [*VLLM, "rollout.attention_backend=FLASH_ATTN"],
+            "rollout.attention_backend: expected rollout.engine vllm_omni",
+        ),
+        ([*VLLM, "rollout.batching=request", "weights.swap=drain"], "engines vllm_omni and diffusers, not for 'vllm'"),
         (["run.runtime=inprocess"], "run.runtime: 'inprocess' cannot host the vllm_omni engine"),
         ([*EMULATED, "trainer.workers=2"], "run.runtime: 'inprocess' has one trainer rank, got trainer.workers = 2"),
         ([*EMULATED, "weights.transport=collective"], "weights.transport: 'collective' needs run.runtime: ray"),

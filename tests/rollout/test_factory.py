@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +16,8 @@ from tests.rollout.conftest import make_request
 from tests.rollout.token_answers import make_request as token_request
 from tests.support.configs import build
 from tests.support.token_world import FAMILY, token_config, toy_prompt
+
+READ_DIGITS = str(Path(__file__).parents[2] / "recipes/quickstart/read_digits/checkpoint")
 
 
 def config(engine: str, path: str, **rollout: Any) -> Config:
@@ -38,6 +41,17 @@ def test_engines_batch_and_offload_as_configured(engine, on, checkpoint):
     rollout = {"batching": "step" if on else "request", "offload": on}
     built: Any = build_engine(config(engine, checkpoint, **rollout), "e0", find_family("qwen_image"))
     assert (built._stepwise, built._offload) == (on, on)
+
+
+def test_token_families_that_vllm_loads_run_on_it():
+    family = find_family("qwen_omni")
+    options = {"max_model_len": 64}
+    config = token_config(rollout__engine="vllm", weights__kv="recompute", rollout__engine_args=options)
+    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=READ_DIGITS))
+    engine: Any = build_engine(config, "e0", family)
+    assert (engine._recompute, engine._engine_args, engine._policy.path) == (True, options, READ_DIGITS)
+    with pytest.raises(ValueError, match="'toy_tokens' does not run on 'vllm'; use 'transformers'"):
+        build_engine(config, "e0", FAMILY)
 
 
 async def test_token_families_run_on_transformers():

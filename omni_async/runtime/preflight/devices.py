@@ -51,11 +51,12 @@ def check_vllm(config: Config) -> None:
     if (installed := vllm_without_cpus()) is None:
         return
     on_cpu = [f"reward.servers.{i}.resources" for i, one in enumerate(config.reward.servers) if one.replicas]
-    if config.rollout.engine == "vllm_omni" and config.data.preferences is None:
+    if config.rollout.engine in ("vllm", "vllm_omni") and config.data.preferences is None:
         on_cpu.insert(0, "placement.rollout")
     for key in on_cpu:
         if config.resources[key].gpus == 0:
-            other = ", or rollout.engine=diffusers" * (key == "placement.rollout")
+            instead = "transformers" if config.rollout.engine == "vllm" else "diffusers"
+            other = f", or rollout.engine={instead}" * (key == "placement.rollout")
             raise ConfigError(
                 f"{key}.gpus: 0 is the CPU, and the installed vLLM {installed} runs on accelerators alone; set"
                 f" {key}.gpus=1{other}, or install its CPU build (make clean, then make install EXTRA=cpu)"

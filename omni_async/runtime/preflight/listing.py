@@ -77,12 +77,13 @@ def _family(name: str) -> tuple[str, ...]:
     if family is None:
         return f"  {name} {_BROKEN}", "", "", "", ""
     media = dict.fromkeys(shape.part for shape in family.sampling().media())
-    engines = ["vllm_omni"] if family.vllm_pipeline else []
+    engines = ["vllm_omni"] * (family.vllm_pipeline is not None) + ["vllm"] * family.on_vllm
+    engines.append("diffusers" if family.draws == "latents" else "transformers")
     return (
         f"  {family.name}",
         ", ".join(media),
         ", ".join(family.components),
-        ", ".join([*engines, "diffusers"]) if family.draws == "latents" else "transformers",
+        ", ".join(engines),
         _choices(Rollout, "batching"),
     )
 

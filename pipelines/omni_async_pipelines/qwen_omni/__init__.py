@@ -15,4 +15,5 @@ FAMILY = PipelineFamily(
     draws="tokens",
     layout="transformers",
     component_class="Qwen2_5OmniThinkerForConditionalGeneration",
+    on_vllm=True,
 )

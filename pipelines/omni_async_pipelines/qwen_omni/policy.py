@@ -87,11 +87,8 @@ class QwenOmniPolicy:
         return list(cast("Thinker", component).model.layers)
 
     def prepare(self, prompt: Prompt, spec: QwenOmniSampling) -> Prepared:
-        from PIL import Image
-
         text = self._chat(prompt, spec)
-        images = [Image.fromarray(read_prompt_image(image).pixels) for image in prompt.images]
-        found = self.processor(text=[text], images=images or None, return_tensors="pt")
+        found = self.processor(text=[text], images=_images(prompt) or None, return_tensors="pt")
         ids = found["input_ids"][0]
         if len(ids) + spec.max_tokens > self._context:
             raise ValueError(
@@ -103,6 +100,11 @@ class QwenOmniPolicy:
         grids = found["image_grid_thw"].tolist() if media else []
         positions, next_position = rotary_positions(ids.tolist(), token, grids, self._merge)
         return Prepared(ids, positions, next_position, media)
+
+    def vllm_prompt(self, prompt: Prompt, spec: QwenOmniSampling) -> dict[str, Any]:
+        """See `omni_async.tokens.policy.ReadByVllm`."""
+        images = _images(prompt)
+        return {"prompt": self._chat(prompt, spec)} | ({"multi_modal_data": {"image": images}} if images else {})
 
     def _chat(self, prompt: Prompt, spec: QwenOmniSampling) -> str:
         """Return prompt and system message in the checkpoint's chat template, up to the beginning of the answer."""
@@ -150,6 +152,12 @@ class QwenOmniPolicy:
     def text(self, tokens: Sequence[int]) -> str:
         text: str = self.processor.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
+
+
+def _images(prompt: Prompt) -> list[Any]:
+    from PIL import Image
+
+    return [Image.fromarray(read_prompt_image(image).pixels) for image in prompt.images]
 
 
 def rotary_positions(

@@ -1,0 +1,357 @@
+"""Implements the production engine of policies that draw tokens: plain vLLM, in child processes.
+
+vLLM owns the batches. Answers arrive token by token. A swap pauses vLLM between two tokens, loads the version and
+resumes; no answer is lost. Keys and values of the tokens before a swap are kept or computed again.
+
+vLLM reports no versions. After the pause the worker counts the tokens of every answer, and the engine waits until it
+has received as many: these have the old version, and all later ones the new version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Coroutine, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
+
+import msgspec
+
+from omni_async.aio.threads import in_daemon_thread
+from omni_async.aio.waiting import is_cancelled
+from omni_async.config.redact import one_line
+from omni_async.plugins.families import PipelineFamily
+from omni_async.rollout.answers import check_log_probs, check_request, prepared_bytes, trajectory
+from omni_async.rollout.base import EngineError, StagedVersion, Trajectory
+from omni_async.rollout.payloads import Staged, take_in
+from omni_async.rollout.push_check import PushCheck
+from omni_async.rollout.recent import Recent
+from omni_async.rollout.stepping import prompt_key
+from omni_async.rollout.vllm_start import set_environment, start_vllm
+from omni_async.tokens.policy import Prepared, ReadByVllm, load_token_policy
+from omni_async.types import SampleRequest, WeightManifest, WeightReport
+
+if TYPE_CHECKING:
+    import numpy as np
+
+T = TypeVar("T")
+
+_COLDEST = 0.01  # vLLM raises lower temperatures to this one
+_COUNT_S = 0.001  # between two looks at the number of received tokens
+
+
+class _Ready(NamedTuple):
+    """A prompt, and vLLM's form of it."""
+
+    prompt: Prepared
+    rendered: Mapping[str, Any]
+
+
+@dataclass(eq=False)
+class _Answer:
+    """An answer so far. `versions` are known up to the last swap."""
+
+    request: SampleRequest
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def drawn_by(self, version: int) -> None:
+        """Assign the version to all tokens that have none."""
+        self.versions += [version] * (len(self.tokens) - len(self.versions))
+
+
+class VllmEngine:
+    """A `RolloutEngine` on vLLM's `AsyncLLM`, for families with `on_vllm`.
+
+    `dtype` is the weight dtype by name; the engine may take `start_timeout_s` to start. `kv`: the treatment of keys and
+    values at a swap, as `weights.kv`. `compiled` and `engine_args` are the keys of `rollout`. At most
+    `conditioning_bytes` of prepared prompts are cached, in host memory."""
+
+    def __init__(
+        self,
+        name: str,
+        family: PipelineFamily,
+        *,
+        path: str,
+        dtype: str,
+        max_batch: int,
+        kv: Literal["keep", "recompute"] = "keep",
+        start_timeout_s: float = 600.0,
+        rpc_timeout_s: float = 600.0,
+        conditioning_bytes: int = 512 * 2**20,
+        compiled: Literal["auto", "on", "off"] = "auto",
+        engine_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.name = name
+        self._family = family
+        self._policy = policy = cast(ReadByVllm, load_token_policy(family, path))
+        self._path = path
+        self._dtype = dtype
+        self._max_batch = max_batch
+        self._recompute = kv == "recompute"
+        self._start_timeout_s = start_timeout_s
+        self._rpc_timeout_s = rpc_timeout_s
+        self._compiled = compiled
+        self._engine_args = dict(engine_args or {})
+        self._vllm: Any = None
+        self._ended: EngineError | None = None
+        self._version = 0
+        self._serial = 0
+        self._staged: StagedVersion[Staged] = StagedVersion(name)
+        self._push_check = PushCheck(name, policy, dtype)
+        self._prompts: Recent[Hashable, _Ready] = Recent(
+            conditioning_bytes,
+            lambda ready: 2 * prepared_bytes(ready.prompt),  # vLLM's form has the same tensors once more
+        )
+        self._running: dict[str, _Answer] = {}
+        self._drawing: set[asyncio.Task[None]] = set()
+        self._slots = asyncio.Semaphore(max_batch)
+        self._preparing, self._swapping = asyncio.Lock(), asyncio.Lock()
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+
+    # ---- start and end -----------------------------------------------------------------------------------------------
+
+    async def start(self) -> WeightReport:
+        """Start vLLM: tens of seconds, most of it imports, without blocking the event loop."""
+        set_environment(self._start_timeout_s)
+        limits = {"image": self._family.prompt_images, "audio": 0, "video": 0}
+        given = {"model": self._path, "dtype": self._dtype, "max_num_seqs": self._max_batch}
+        try:
+            self._vllm = await in_daemon_thread(
+                start_vllm, self._compiled, given | {"limit_mm_per_prompt": limits} | self._engine_args
+            )
+        except (TypeError, ValueError, RuntimeError) as error:
+            reason = f"vLLM refuses to start, see rollout.engine_args: {one_line(str(error), 500)}"
+            raise EngineError(f"{self.name}: {reason}") from error
+        published = list(self._policy.components), list(self._policy.frozen)
+        await self._call("begin_versions", os.getpid(), self._path, *published)
+        return WeightReport(engine=self.name, version=0, digest="")
+
+    async def close(self) -> None:
+        self._end(EngineError(f"{self.name} was closed"))
+        vllm, self._vllm = self._vllm, None
+        if vllm is not None:
+            await in_daemon_thread(vllm.shutdown)
+
+    def _end(self, error: EngineError) -> None:
+        """Fail all answers in flight, and all later ones."""
+        self._ended = self._ended or error
+        self._resumed.set()
+        for task in self._drawing:
+            task.cancel()
+
+    def _require_open(self) -> Any:
+        if self._vllm is None:
+            raise EngineError(f"{self.name} is not running")
+        if self._ended is not None:
+            raise EngineError(str(self._ended))
+        return self._vllm
+
+    async def _within(self, doing: str, call: Coroutine[Any, Any, T]) -> T:
+        """Await a call of vLLM. Any failure becomes an EngineError."""
+        try:
+            return await asyncio.wait_for(call, self._rpc_timeout_s)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"{self.name}: {doing}: {type(error).__name__}: {one_line(str(error), 500)}") from error
+
+    async def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """Return the worker's answer to a call."""
+        vllm = self._require_open()
+        answers = await self._within(method, vllm.collective_rpc(method, args=arguments))
+        first: dict[str, Any] = answers[0]
+        return first
+
+    # ---- answers -----------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: SampleRequest) -> Trajectory:
+        self._check(request)
+        self._require_open()
+        ready, new = await self._prepared(request)
+        await self._push_check.once(lambda limit: self._greedy(request, ready, limit), ready.prompt, self._end)
+        answer = await self._drawn(request, ready, temperature=request.spec.temperature, seed=request.seed % 2**63)
+        drawn = answer.tokens, answer.log_probs, answer.versions
+        return trajectory(self._policy, request, ready.prompt, *drawn, encoded=int(new))
+
+    def _check(self, request: SampleRequest) -> None:
+        check_request(request)
+        spec = request.spec
+        if getattr(spec, "top_p", 1.0) < 1.0 or getattr(spec, "top_k", 0) > 0:
+            raise ValueError(
+                "rollout.sampling: top_p and top_k draw from another distribution than the trainer's; expected"
+                " top_p = 1 and top_k = 0"
+            )
+        if spec.temperature < _COLDEST:
+            raise ValueError(
+                f"rollout.sampling.temperature: vLLM draws at {_COLDEST} at least, got {spec.temperature:g}"
+            )
+
+    async def _prepared(self, request: SampleRequest) -> tuple[_Ready, bool]:
+        """Return the request's prompt, and whether it was prepared for this request."""
+        from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+        key = *prompt_key(request.prompt), request.spec
+        async with self._preparing:  # the samples of a group arrive together
+            if (known := self._prompts.get(key)) is not None:
+                return known, False
+            vllm = self._require_open()
+            prompt = await in_daemon_thread(self._policy.prepare, request.prompt, request.spec)
+            self._require_context(len(prompt.ids), request.spec.most_tokens or 0)
+            given = await in_daemon_thread(self._policy.vllm_prompt, request.prompt, request.spec)
+            parsed = parse_model_prompt(vllm.model_config, given)
+            [rendered] = await self._within("prompt", vllm.renderer.render_cmpl_async([parsed]))
+            if list(rendered["prompt_token_ids"]) != prompt.ids.tolist():
+                raise EngineError(
+                    f"{self.name}: vLLM reads the prompt of {request.sample_id} as {len(rendered['prompt_token_ids'])}"
+                    f" tokens, and the trainer reads {len(prompt.ids)} other ones; expected equal processors"
+                )
+            ready = _Ready(prompt, rendered)
+            self._prompts.put(key, ready)
+            return ready, True
+
+    def _require_context(self, num_tokens: int, most_tokens: int) -> None:
+        context = self._require_open().model_config.max_model_len
+        if num_tokens + most_tokens > context:
+            raise ValueError(
+                f"the prompt has {num_tokens} tokens and its answer up to {most_tokens}, and vLLM's context has"
+                f" {context}; shorten the prompt, lower rollout.sampling.max_tokens, or raise"
+                " rollout.engine_args.max_model_len"
+            )
+
+    async def _greedy(self, request: SampleRequest, ready: _Ready, limit: int) -> _Answer:
+        """Return an answer of the most probable tokens, within one version."""
+        async with self._swapping:
+            return await self._drawn(request, ready, temperature=0.0, limit=limit)
+
+    async def _drawn(self, request: SampleRequest, ready: _Ready, limit: int | None = None, **how: Any) -> _Answer:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = SamplingParams(
+            max_tokens=min(request.spec.most_tokens, limit or request.spec.most_tokens),
+            logprobs=0,  # of the drawn token alone
+            # The policy's stop tokens are all that end an answer.
+            ignore_eos=True,
+            stop_token_ids=list(self._policy.stop_tokens),
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            **how,
+        )
+        # Without this bound requests would wait in vLLM during a swap, and then use keys and values of the old version.
+        async with self._slots:
+            await self._resumed.wait()
+            self._require_open()
+            self._serial += 1
+            name = f"{request.sample_id}.{self._serial}"
+            answer = self._running[name] = _Answer(request)
+            task = asyncio.create_task(self._receive(name, answer, ready, parameters))
+            self._drawing.add(task)
+            try:
+                await task
+            except asyncio.CancelledError:
+                if self._ended is None or is_cancelled():
+                    raise
+                raise EngineError(str(self._ended)) from None
+            finally:
+                self._drawing.discard(task)
+                del self._running[name]
+        answer.drawn_by(self._version)
+        return answer
+
+    async def _receive(self, name: str, answer: _Answer, ready: _Ready, parameters: Any) -> None:
+        """Append the tokens of an answer as they arrive."""
+        from vllm.exceptions import VLLMClientError
+
+        # Keys and values of a version are reused within it alone.
+        prompt = {**ready.rendered, "cache_salt": str(self._version)}
+        try:
+            async for update in self._require_open().generate(prompt, parameters, name):
+                [output] = update.outputs
+                found = [row[token].logprob for token, row in zip(output.token_ids, output.logprobs, strict=True)]
+                check_log_probs(self.name, answer.request, found, len(answer.tokens), self._version)
+                answer.tokens += output.token_ids
+                answer.log_probs += found
+        except VLLMClientError as error:
+            raise ValueError(f"request {answer.request.sample_id}: {one_line(str(error), 500)}") from error
+        except EngineError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {one_line(str(error), 500)}"
+            raise EngineError(f"{self.name}: sample {answer.request.sample_id}: {reason}") from error
+        if not answer.tokens:
+            raise EngineError(f"{self.name}: sample {answer.request.sample_id}: vLLM returned no tokens")
+
+    # ---- versions ----------------------------------------------------------------------------------------------------
+
+    async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
+        return await take_in(self.name, self._staged, manifest, buckets)
+
+    async def swap(self, version: int) -> WeightReport:
+        self._require_open()
+        staged = self._staged.take(version)
+        async with self._swapping:
+            self._resumed.clear()
+            try:
+                refused, swap_s = await self._swap_in(staged)
+            except BaseException as error:
+                # vLLM may have paused, or hold a part of the weights.
+                self._end(EngineError(f"{self.name}: version {version} could not be loaded: {error}"))
+                raise
+            self._resumed.set()
+        if refused is not None:
+            raise EngineError(f"{self.name}: version {version} could not be loaded: {refused}")
+        return WeightReport(self.name, version, staged.manifest.digest, staged.staged_s, swap_s)
+
+    async def _swap_in(self, staged: Staged) -> tuple[str | None, float]:
+        """Load a version between two tokens. Return why it does not fit, or None, and the seconds of the pause."""
+        vllm, manifest = self._require_open(), staged.manifest
+        files = await in_daemon_thread(_in_shared_memory, staged.buckets)
+        try:
+            started = time.perf_counter()
+            await self._within("pause", vllm.pause_generation(mode="keep", clear_cache=self._recompute))
+            # The worker opens the memory by these names; it is freed when nobody has it open, however we end.
+            paths = [f"/proc/{os.getpid()}/fd/{file}" for file in files]
+            answer = await self._call("swap_version", msgspec.msgpack.encode(manifest), paths)
+            if answer["refused"] is None:
+                await self._within("tokens before the swap", self._until_received(answer["drawn"]))
+                for running in self._running.values():
+                    running.drawn_by(self._version)
+                self._version = manifest.version
+                self._push_check.pushed(staged)
+            await self._within("resume", vllm.resume_generation())
+            return answer["refused"], time.perf_counter() - started
+        finally:
+            for file in files:
+                os.close(file)
+
+    async def _until_received(self, drawn: Mapping[str, int]) -> None:
+        """Wait until every answer has as many tokens as the worker drew for it before the pause.
+
+        The worker knows neither answers that have not begun, nor those that ended before its last tokens. All tokens
+        of the latter arrive before these."""
+        while True:
+            counts = {name: len(answer.tokens) for name, answer in self._running.items()}
+            if all(count == drawn.get(name, count) for name, count in counts.items()):
+                return
+            if ahead := [name for name, count in counts.items() if count > drawn.get(name, count)]:
+                raise EngineError(f"{self.name}: vLLM's worker counts fewer tokens of {ahead[0]} than it sent")
+            await asyncio.sleep(_COUNT_S)
+
+
+def _in_shared_memory(buckets: Sequence[np.ndarray]) -> list[int]:
+    """Copy buckets into memory that another process can open by path. Return open files."""
+    files: list[int] = []
+    try:
+        for bucket in buckets:
+            files.append(os.memfd_create("omni_async_version"))
+            with open(files[-1], "wb", closefd=False) as file:
+                file.write(memoryview(bucket))
+    except BaseException:
+        for file_number in files:
+            os.close(file_number)
+        raise
+    return files

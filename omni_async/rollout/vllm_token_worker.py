@@ -1,0 +1,117 @@
+"""Implements the worker's half of the vLLM engine: it loads versions between two tokens.
+
+vLLM adds the extension to its worker class, so `self` is the worker. Arguments and answers of remote calls are numbers,
+texts, bytes and containers of these. The weights are in memory that the engine's process shares by path.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from omni_async.rollout.payloads import Staged, lora_scale
+from omni_async.rollout.upload import Upload
+from omni_async.rollout.vllm_start import end_with
+from omni_async.training.loading import open_tensors
+from omni_async.types import WeightManifest
+from omni_async.weights.buckets import unpack
+from omni_async.weights.lora import merged_weights
+
+
+class TokenWorkerExtension:
+    """The remote calls of the engine. vLLM runs them between two tokens; names must not be vLLM's."""
+
+    model_runner: Any
+    vllm_config: Any
+    base_weights: _Checkpoint
+    frozen_prefixes: Sequence[str]
+
+    def begin_versions(
+        self, engine: int, path: str, components: Sequence[str], frozen: Sequence[str]
+    ) -> dict[str, Any]:
+        """Learn which weights versions consist of, and end with the engine.
+
+        Args:
+            engine: the number of the engine's process.
+            path: the checkpoint's folder.
+            components: the trained modules.
+            frozen: prefixes of the weights that are never published."""
+        end_with(engine)
+        self.base_weights = _Checkpoint(Path(path), components, frozen)
+        mapper = getattr(self.model_runner.get_model(), "hf_to_vllm_mapper", None)
+        prefixes = [f"{prefix}." for prefix in frozen]
+        self.frozen_prefixes = prefixes if mapper is None else mapper.apply_list(prefixes)
+        return {"weights": len(self.base_weights)}
+
+    def swap_version(self, manifest: bytes, buckets: Sequence[str]) -> dict[str, Any]:
+        """Load a version, given the paths of its buckets.
+
+        Returns:
+            `refused`: why names or shapes do not fit, before anything is written; otherwise None. `swap_s`: the seconds
+            of loading. `drawn`: the number of tokens that each request had then, by the engine's name for the request.
+
+        Raises:
+            RuntimeError: a parameter was left out of the load."""
+        started = time.perf_counter()
+        about = msgspec.msgpack.decode(manifest, type=WeightManifest)
+        staged = Staged(about, [np.memmap(bucket, np.uint8, mode="r") for bucket in buckets], staged_s=0.0)
+        try:
+            weights = self._weights_of(staged)
+        except ValueError as error:
+            return {"refused": str(error)}
+        # vLLM's `reload_weights` would also empty the worker's cache of images, and the scheduler would still count on
+        # it: the next request with a cached image would end the engine.
+        model = self.model_runner.get_model()
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+            loaded = model.load_weights(weights)
+            finalize_layerwise_reload(model, self.model_runner.model_config)
+        unloaded = {name for name, _ in model.named_parameters()} - set(loaded)
+        missing = sorted(name for name in unloaded if not name.startswith(tuple(self.frozen_prefixes)))
+        if missing:
+            raise RuntimeError(f"version {about.version}: {len(missing)} weights were not loaded, such as {missing[0]}")
+        return {"refused": None, "swap_s": time.perf_counter() - started, "drawn": self._drawn()}
+
+    def _weights_of(self, staged: Staged) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return all weights of a version. Raises ValueError if names or shapes do not fit."""
+        weights = staged.weights(self.base_weights, {}, Upload("cpu"))
+        if staged.manifest.payload == "full":
+            return weights
+        # vLLM makes a layer anew of all its weights, adapted or not.
+        adapters = dict(unpack(staged.manifest, staged.buckets))
+        return merged_weights(self.base_weights, adapters, lora_scale(staged.manifest))
+
+    def _drawn(self) -> dict[str, int]:
+        """Return the number of tokens of each request. vLLM appends a dash and random characters to its name."""
+        requests = self.model_runner.requests
+        return {name.rpartition("-")[0]: len(state.output_token_ids) for name, state in requests.items()}
+
+
+class _Checkpoint(Mapping[str, torch.Tensor]):
+    """The weights of a checkpoint that versions consist of, as views of its files."""
+
+    def __init__(self, folder: Path, components: Sequence[str], frozen: Sequence[str]) -> None:
+        published, kept = (tuple(f"{prefix}." for prefix in prefixes) for prefixes in (components, frozen))
+        self._stored = {
+            name: stored
+            for name, stored in open_tensors(folder).items()
+            if name.startswith(published) and not name.startswith(kept)
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._stored[name][...]
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)

@@ -1,0 +1,178 @@
+"""Tests what the vLLM engine does when vLLM fails or answers late, with a small vLLM in its place."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm")
+
+from omni_async.rollout.base import EngineError
+from omni_async.rollout.vllm_engine import VllmEngine
+from tests.rollout.conftest import publish
+from tests.rollout.token_answers import make_request, trained, versions
+from tests.support.token_world import FAMILY, ToySampling, ToyTokenPolicy, toy_prompt
+
+pytestmark = pytest.mark.slow  # importing vLLM takes long
+
+SPEC = ToySampling(max_tokens=6)
+
+
+class ReadByVllmToy(ToyTokenPolicy):
+    def vllm_prompt(self, prompt: Any, spec: Any) -> dict[str, Any]:
+        return {"prompt": prompt.text}
+
+
+class SmallVllm:
+    """Sends a token of each answer when `tick` is set; its worker counts what it has sent, and `unsent` more."""
+
+    def __init__(self, policy: ToyTokenPolicy) -> None:
+        self.model_config = SimpleNamespace(max_model_len=100, is_encoder_decoder=False)
+        self.renderer = self
+        self.policy = policy
+        self.queues: dict[str, asyncio.Queue[Any]] = {}
+        self.counts: dict[str, int] = {}
+        self.calls: list[str] = []
+        self.fail: dict[str, Exception] = {}
+        self.during_swap: Callable[[], None] = lambda: None
+
+    async def render_cmpl_async(self, prompts: list[Any]) -> list[Any]:
+        return [{"prompt_token_ids": self.policy.prepare(toy_prompt(0), SPEC).ids.tolist()}]
+
+    def send(self, name: str) -> None:
+        self.counts[name] = self.counts.get(name, 0) + 1
+        row = {1: SimpleNamespace(logprob=-1.0)}
+        self.queues[name].put_nowait(SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1], logprobs=[row])]))
+
+    async def generate(self, prompt: Any, parameters: Any, name: str) -> AsyncIterator[Any]:
+        queue = self.queues[name] = asyncio.Queue()
+        for _ in range(parameters.max_tokens):
+            update = await queue.get()
+            if isinstance(update, Exception):
+                raise update
+            yield update
+
+    async def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.fail:
+            raise self.fail[name]
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        await self._call("pause")
+
+    async def resume_generation(self) -> None:
+        await self._call("resume")
+
+    async def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
+        await self._call(method)
+        self.during_swap()
+        return [{"refused": None, "swap_s": 0.0, "drawn": dict(self.counts)}]
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+@pytest.fixture
+def vllm() -> SmallVllm:
+    return SmallVllm(ReadByVllmToy("0"))
+
+
+@pytest.fixture
+def engine(vllm: SmallVllm) -> VllmEngine:
+    family = msgspec.structs.replace(FAMILY, policy=f"{__name__}:ReadByVllmToy", on_vllm=True)
+    engine = VllmEngine("engine", family, path="0", dtype="float32", max_batch=8)
+    engine._vllm = vllm
+    return engine
+
+
+async def begun(engine: VllmEngine, vllm: SmallVllm, number: int = 2) -> list[asyncio.Task[Any]]:
+    """Begins so many answers, each with a token."""
+    requests = [make_request(toy_prompt(0), SPEC, k) for k in range(number)]
+    tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+    while len(vllm.queues) < number:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    for name in vllm.queues:
+        vllm.send(name)
+    return tasks
+
+
+async def staged(engine: VllmEngine, version: int = 1) -> None:
+    policy = ReadByVllmToy("0")
+    await engine.stage(*publish(version, trained(policy, versions(policy, 1, 0.0)[0])))
+
+
+async def finish(tasks: list[asyncio.Task[Any]], vllm: SmallVllm) -> list[Any]:
+    for name in vllm.queues:
+        while vllm.counts[name] < SPEC.max_tokens:
+            vllm.send(name)
+    return await asyncio.gather(*tasks)
+
+
+async def test_tokens_that_arrive_after_the_swap_have_the_version_that_drew_them(engine, vllm):
+    tasks = await begun(engine, vllm)
+    first = next(iter(vllm.queues))
+    vllm.during_swap = lambda: vllm.send(first)  # counted by the worker, and still on its way
+    await staged(engine)
+    await engine.swap(1)
+    made = await finish(tasks, vllm)
+    assert [one.versions.spans for one in made] == [((0, 2), (1, 4)), ((0, 1), (1, 5))]
+    assert vllm.calls == ["pause", "swap_version", "resume"]
+
+
+async def test_tokens_that_the_worker_does_not_count_end_the_engine(engine, vllm):
+    tasks = await begun(engine, vllm)
+    await asyncio.sleep(0.01)
+    vllm.counts = dict.fromkeys(vllm.counts, 0)
+    await staged(engine)
+    with pytest.raises(EngineError, match=r"worker counts fewer tokens of g0\.s0\.1 than it sent"):
+        await engine.swap(1)
+    assert [type(one) for one in await asyncio.gather(*tasks, return_exceptions=True)] == [EngineError] * 2
+
+
+@pytest.mark.parametrize("step", ["pause", "swap_version", "resume"])
+async def test_a_swap_that_fails_half_way_ends_the_engine(engine, vllm, step):
+    tasks = await begun(engine, vllm)
+    vllm.fail = {step: RuntimeError("Worker failed with error 'no memory'")}
+    await staged(engine)
+    with pytest.raises(EngineError, match="no memory"):
+        await engine.swap(1)
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(one, EngineError) and "version 1 could not be loaded" in str(one) for one in outcomes)
+    with pytest.raises(EngineError, match="version 1 could not be loaded"):
+        await engine.generate(make_request(toy_prompt(0), SPEC))
+
+
+async def test_a_dead_vllm_fails_its_answers(engine, vllm):
+    tasks = await begun(engine, vllm)
+    for queue in vllm.queues.values():
+        queue.put_nowait(RuntimeError("EngineCore died"))
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(one, EngineError) and "EngineCore died" in str(one) for one in outcomes)
+
+
+async def test_close_fails_all_answers(engine, vllm):
+    tasks = await begun(engine, vllm)
+    await engine.close()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [str(one) for one in outcomes] == ["engine was closed"] * 2 and vllm.calls == ["shutdown"]
+    with pytest.raises(EngineError, match="engine is not running"):
+        await engine.generate(make_request(toy_prompt(0), SPEC))
+    assert not engine._running and not engine._drawing
+
+
+async def test_prompts_that_vllm_reads_otherwise_are_an_error(engine):
+    with pytest.raises(EngineError, match="expected equal processors"):
+        await engine.generate(make_request(toy_prompt(1), SPEC))
+
+
+async def test_truncated_distributions_are_refused(engine):
+    class Truncated(ToySampling, frozen=True, kw_only=True):
+        top_p: float = 1.0
+        top_k: int = 0
+
+    for spec in (Truncated(max_tokens=3, top_p=0.9), Truncated(max_tokens=3, top_k=5)):
+        with pytest.raises(ValueError, match="top_p and top_k draw from another distribution than the trainer's"):
+            await engine.generate(make_request(toy_prompt(0), spec))
