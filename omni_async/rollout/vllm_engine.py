@@ -13,6 +13,7 @@ import asyncio
 import os
 import time
 from collections.abc import Coroutine, Hashable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
@@ -269,12 +270,14 @@ class VllmEngine:
         # Keys and values of a version are reused within it alone.
         prompt = {**ready.rendered, "cache_salt": str(self._version)}
         try:
-            async for update in self._require_open().generate(prompt, parameters, name):
-                [output] = update.outputs
-                found = [row[token].logprob for token, row in zip(output.token_ids, output.logprobs, strict=True)]
-                check_log_probs(self.name, answer.request, found, len(answer.tokens), self._version)
-                answer.tokens += output.token_ids
-                answer.log_probs += found
+            async with aclosing(self._require_open().generate(prompt, parameters, name)) as updates:
+                async for update in updates:
+                    [output] = update.outputs
+                    rows = zip(output.token_ids, output.logprobs or (), strict=True)
+                    found = [row[token].logprob for token, row in rows]
+                    check_log_probs(self.name, answer.request, found, len(answer.tokens), self._version)
+                    answer.tokens += output.token_ids
+                    answer.log_probs += found
         except VLLMClientError as error:
             raise ValueError(f"request {answer.request.sample_id}: {one_line(str(error), 500)}") from error
         except EngineError:
@@ -294,7 +297,6 @@ class VllmEngine:
         self._require_open()
         staged = self._staged.take(version)
         async with self._swapping:
-            self._resumed.clear()
             try:
                 refused, swap_s = await self._swap_in(staged)
             except BaseException as error:
@@ -312,6 +314,7 @@ class VllmEngine:
         files = await in_daemon_thread(_in_shared_memory, staged.buckets)
         try:
             started = time.perf_counter()
+            self._resumed.clear()
             await self._within("pause", vllm.pause_generation(mode="keep", clear_cache=self._recompute))
             # The worker opens the memory by these names; it is freed when nobody has it open, however we end.
             paths = [f"/proc/{os.getpid()}/fd/{file}" for file in files]
