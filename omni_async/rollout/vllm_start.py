@@ -26,6 +26,8 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
     "TQDM_DISABLE": "1",
+    # The configurations of real checkpoints cause a page of warnings, in each process.
+    "TRANSFORMERS_VERBOSITY": "error",
 }
 _ARGUMENTS = {
     "worker_extension_cls": "omni_async.rollout.vllm_token_worker.TokenWorkerExtension",
@@ -35,6 +37,7 @@ _ARGUMENTS = {
     "mm_processor_cache_gb": 0,  # the engine caches prompts with their images
     "skip_mm_profiling": True,
     "disable_log_stats": True,
+    "use_tqdm_on_load": False,
 }
 _CPU_CACHE_BYTES = 2**30  # of keys and values; without a number vLLM would take nearly all memory
 
@@ -55,6 +58,7 @@ def start_vllm(compiled: Literal["auto", "on", "off"], given: Mapping[str, Any])
 
     Raises:
         TypeError, ValueError, RuntimeError: vLLM refuses the arguments or the model, or did not start."""
+    from transformers.utils import logging
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -62,13 +66,15 @@ def start_vllm(compiled: Literal["auto", "on", "off"], given: Mapping[str, Any])
     arguments = _ARGUMENTS | {"enforce_eager": compiled == "off" or (compiled == "auto" and on_cpu)}
     if on_cpu:
         arguments["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
-    before = os.environ.get("PYTHONPATH")
+    before, verbosity = os.environ.get("PYTHONPATH"), logging.get_verbosity()
     os.environ.update(child_environment())
+    logging.set_verbosity_error()
     try:
         config = AsyncEngineArgs(**(arguments | given)).create_engine_config()
         refuse_experts(config.model_config.is_moe, on_cpu)
         return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
     finally:
+        logging.set_verbosity(verbosity)
         if before is None:
             os.environ.pop("PYTHONPATH", None)
         else:

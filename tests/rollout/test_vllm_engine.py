@@ -32,7 +32,7 @@ RECIPE = Path(__file__).parents[2] / "recipes/quickstart/read_digits"
 PATH = str(RECIPE / "checkpoint")
 CONTEXT = 512
 BOUND = 1e-5
-SPEC = QwenOmniSampling(max_tokens=60, temperature=0.8)
+SPEC = QwenOmniSampling(max_tokens=60, temperature=1.25)
 
 
 class TalkativeThinker(QwenOmniPolicy):
@@ -50,7 +50,7 @@ def policy() -> TalkativeThinker:
 
 @pytest.fixture(scope="module")
 def models(policy: TalkativeThinker) -> Models:
-    return versions(policy, 4, scale=0.1)
+    return versions(policy, 4, scale=0.05)
 
 
 @pytest.fixture(scope="module")

@@ -150,6 +150,8 @@ def environment() -> dict[str, str]:
     # Otherwise vLLM and diffusers contact a hub when they are imported.
     passed_on.setdefault("HF_HUB_OFFLINE", "1")
     passed_on["RAY_DEDUP_LOGS"] = "0"
+    # Workers do the work of the run. At Ray's nice 15 any other program on the machine takes their cores.
+    passed_on.setdefault("RAY_worker_niceness", "0")
     # The records of calls are for the dashboard, which is not started: without them Ray's global store does not grow by
     # 100 MB.
     passed_on.setdefault("RAY_task_events_report_interval_ms", "0")
