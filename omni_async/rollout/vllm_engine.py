@@ -352,7 +352,7 @@ def _in_shared_memory(buckets: Sequence[np.ndarray]) -> list[int]:
         for bucket in buckets:
             files.append(os.memfd_create("omni_async_version"))
             with open(files[-1], "wb", closefd=False) as file:
-                file.write(memoryview(bucket))
+                file.write(bucket.data)
     except BaseException:
         for file_number in files:
             os.close(file_number)

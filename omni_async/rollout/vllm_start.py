@@ -63,14 +63,14 @@ def start_vllm(compiled: Literal["auto", "on", "off"], given: Mapping[str, Any])
     from vllm.v1.engine.async_llm import AsyncLLM
 
     on_cpu = not torch.accelerator.is_available()
-    arguments = _ARGUMENTS | {"enforce_eager": compiled == "off" or (compiled == "auto" and on_cpu)}
+    arguments: dict[str, Any] = _ARGUMENTS | {"enforce_eager": compiled == "off" or (compiled == "auto" and on_cpu)}
     if on_cpu:
         arguments["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
     before, verbosity = os.environ.get("PYTHONPATH"), logging.get_verbosity()
     os.environ.update(child_environment())
     logging.set_verbosity_error()
     try:
-        config = AsyncEngineArgs(**(arguments | given)).create_engine_config()
+        config = AsyncEngineArgs(**arguments | {**given}).create_engine_config()
         refuse_experts(config.model_config.is_moe, on_cpu)
         return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
     finally:

@@ -274,7 +274,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
 EXACT = "staleness={max_updates: 3, exact: true}"
 OFFLINE = ["data={preferences: pairs.parquet}", "reward={}"]
 DIFFUSERS = ["rollout.engine=diffusers"]
-VLLM = ["rollout.engine=vllm"]
+VLLM = ["rollout.engine=vllm", "model.pipeline=qwen_omni", "algorithm.name=token_grpo", "rollout.sde=null"]
 PREFIX = ["rollout.share_initial_noise=true", "rollout.share_prefix=true"]
 EMULATED = ["run.runtime=inprocess", "rollout.engine=emulated"]
 
