@@ -151,6 +151,36 @@ def test_three_swaps_in_one_answer(run, engine, policy, models, kv, reference, o
         check_answer(policy, request, one, whole(policy, models, request, one), BOUND)
 
 
+@pytest.mark.thorough
+def test_no_answer_is_lost_in_100_swaps(run, engine, policy, models):
+    pushed = {version: models[version % len(models)] for version in range(101)}
+
+    async def draw(request: SampleRequest, swapping: asyncio.Task[None]) -> list[Trajectory]:
+        made = []
+        while not swapping.done():
+            made.append(await engine.generate(request))
+        return made
+
+    async def swap() -> None:
+        for version in range(1, 101):
+            await push(engine, policy, pushed, version)
+
+    async def main() -> list[list[Trajectory]]:
+        swapping = asyncio.create_task(swap())
+        made = await asyncio.gather(*(draw(request, swapping) for request in asked()))
+        await swapping
+        return made
+
+    made = run(main())
+    assert not engine._running and not engine._drawing
+    spans = [one.versions.spans for every in made for one in every]
+    assert len({version for span in spans for version, _ in span}) > 50 and max(map(len, spans)) > 3
+    for request, every in zip(asked(), made, strict=True):
+        assert all(one.versions.num_steps == len(one.tensors["tokens"]) for one in every)
+        longest = max(every, key=lambda one: len(one.versions.spans))
+        check_answer(policy, request, longest, continued(policy, pushed, request, longest), BOUND)
+
+
 def test_a_long_prompt_is_computed_again_by_each_version(run, engine, policy, models):
     """Blocks of its keys and values are shared within a version alone."""
     prompt = Prompt(0, "Read the digits. " * 60)
