@@ -14,6 +14,9 @@ from torch import Tensor
 from omni_async.training.device import send
 from omni_async.training.metrics import Metrics
 
+# An objective's metrics of rows that do not contribute to the gradient.
+EXCLUDED = ("clipped_low", "clipped_high", "dual_clipped", "dropped")
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -78,7 +81,7 @@ def clipped_rows(metrics: Mapping[str, Tensor], weight: Tensor | None, like: Ten
         weight: (R,), the correction's; None: no correction.
         like: (R,), with the result's dtype and device."""
     found = torch.zeros_like(like, dtype=torch.bool) if weight is None else weight == 0
-    for name in ("clipped_low", "clipped_high", "dual_clipped", "dropped"):
+    for name in EXCLUDED:
         if name in metrics:
             found = found | (metrics[name] > 0)
     return found.to(like.dtype)

@@ -15,16 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omni_async.algorithms.correction import (
-    Corrected,
-    Drift,
-    chi2,
-    correct,
-    interpolated_log_prob,
-    k3,
-    padded,
-    perplexity_ratio,
-)
+from omni_async.algorithms.correction import Corrected, Drift, correct, padded
 from omni_async.algorithms.objectives.base import TokenInputs
 from omni_async.algorithms.registry import Objective
 from omni_async.algorithms.token_mean import counted
@@ -33,26 +24,24 @@ from omni_async.plugins.families import SamplingSpec
 from omni_async.training import TrainingError
 from omni_async.training.device import send
 from omni_async.training.groups import GroupBatch
-from omni_async.training.row_loss import ComputedLoss
+from omni_async.training.mismatch import EXCLUDED
+from omni_async.training.ratio_loss import RatioLoss
 from omni_async.training.token_rows import Prompts, TokenRows, check_answers, token_batches
 from omni_async.types import SampleDrift
 
 _AnswerKey = tuple[int, int]  # group, sample
 
 
-class TokenLoss(ComputedLoss):
+class TokenLoss(RatioLoss):
     """The `RowLoss` of token objectives. `omni_async.training.engine` documents the order of calls."""
 
     def __init__(self, config: Config, objective: Objective, *parts: Any) -> None:
         super().__init__(config, objective, *parts)
-        self._correction = config.correction
         self._row_tokens = config.trainer.micro_batch_tokens
         self._specs = config.rollout.specs
         self._prompts = Prompts(self._policy)
         self._reads_reference = "reference" in objective.auxiliary(config.algorithm)
         self._proximal: dict[_AnswerKey, Tensor] = {}  # log-probs (T,) float64 on the CPU
-        self._first_step = True
-        self._normaliser = [0.0, 0.0]
 
     def batches(self, group: GroupBatch) -> Iterator[tuple[TokenRows, bool]]:
         if group.spec not in self._specs:
@@ -68,10 +57,10 @@ class TokenLoss(ComputedLoss):
             temperature = _temperature(group.spec)
             reference = self._model.auxiliary_log_probs("reference", rows.packed, temperature).double()
         value = self._log_probs(group, rows)
-        mode = "decoupled" if group.proximal_ratio else self._correction.mode
+        mode = self._mode(group)
         recalled = self._recalled(group, rows)
         proximal = value.detach() if recalled is None else recalled
-        nats = self._drift(rows, proximal)
+        nats = self._log_ratio(rows, _per_token(rows), proximal)
         weight, corrected = self._weights(rows, nats)
         output = self._computed(
             TokenInputs(
@@ -94,8 +83,7 @@ class TokenLoss(ComputedLoss):
             self._normaliser[1] += counted(*settings, rows.lengths, most, corrected, trained)[1]
             self._record(group, rows, value.detach(), nats)
             if corrected is not None:
-                for name, values in corrected.metrics().items():
-                    self._metrics.record(name, values, "max" if name.endswith("/max") else "mean")
+                self._record_corrected(corrected)
             if weight is not None:
                 self._record_weights(weight)
             if self._first_step:  # in later steps of an update the policy has moved on purpose
@@ -114,23 +102,16 @@ class TokenLoss(ComputedLoss):
             if not counts:
                 continue
             lengths = rows.lengths.tolist()
-            nats = self._drift(rows, value).cpu().split(lengths)
+            nats = self._log_ratio(rows, _per_token(rows), value).cpu().split(lengths)
             for sample, own, its in zip(rows.samples, value.cpu().split(lengths), nats, strict=True):
                 self._proximal[group.sample_ids[sample]] = own
                 found[sample] = SampleDrift(tuple(its.tolist()), None, 1, tuple(range(len(its))))
         return [found[sample] for sample in sorted(found)]
 
-    def gradient_normaliser(self) -> tuple[float, float]:
-        sums, self._normaliser = self._normaliser, [0.0, 0.0]
-        return sums[0], sums[1]
-
-    def end_step(self) -> None:
-        self._first_step = False
-
     def end_update(self, progress: float) -> None:
+        super().end_update(progress)
         self._proximal.clear()
         self._prompts.clear()
-        self._first_step = True
 
     def _log_probs(self, group: GroupBatch, rows: TokenRows) -> Tensor:
         """Return the log-probs (T,) float64 of the policy in training."""
@@ -153,17 +134,7 @@ class TokenLoss(ComputedLoss):
         """Return the log-probs (T,) of the ratio's denominator in a mode of `algorithm.correction`."""
         if mode in ("decoupled", "none"):
             return proximal
-        return rows.behaviour_log_prob if mode == "bypass" else self._interpolated(rows, current)
-
-    def _interpolated(self, rows: TokenRows, current: Tensor) -> Tensor:
-        recorded = rows.behaviour_log_prob
-        nats = torch.ones_like(recorded)  # a log-prob of a token is in nats
-        return interpolated_log_prob(recorded, current, rows.staleness, nats, self._correction.interpolation)
-
-    def _drift(self, rows: TokenRows, proximal: Tensor) -> Tensor:
-        """Return the log-ratio (T,) float64 of each token, in nats, from the behaviour to the proximal policy."""
-        value = self._interpolated(rows, proximal) if self._correction.mode == "interpolated" else proximal
-        return value - rows.behaviour_log_prob
+        return rows.behaviour_log_prob if mode == "bypass" else self._interpolated(rows, _per_token(rows), current)
 
     def _weights(self, rows: TokenRows, nats: Tensor) -> tuple[Tensor | None, Corrected | None]:
         """Return the weights (T,), and the correction that they are of if it needs no other answers."""
@@ -176,28 +147,13 @@ class TokenLoss(ComputedLoss):
     # ---- metrics -----------------------------------------------------------------------------------------------------
 
     def _record(self, group: GroupBatch, rows: TokenRows, value: Tensor, nats: Tensor) -> None:
-        record = self._metrics.record
-        record("log_ratio_nats/mean", nats)
-        record("log_ratio_nats/absmax", nats, "absmax")
-        record("log_ratio_nats/variance", nats, "variance")
-        record("ess", nats, "ess")
-        record("k3_nats", k3(nats))
-        record("chi2", chi2(nats))
-        samples = [group.sample_ids[sample] for sample in rows.samples]
+        record, samples = self._metrics.record, [group.sample_ids[sample] for sample in rows.samples]
         of_tokens = [name for name, n in zip(samples, rows.lengths.tolist(), strict=True) for _ in range(n)]
-        self._metrics.record_by_sample("chi2/sample", nats, of_tokens, lambda means, tokens: chi2(means * tokens))
-        self._metrics.record_by_sample("perplexity_ratio", nats, of_tokens, lambda means, _: perplexity_ratio(means))
-        self._record_staleness(rows.staleness)
+        self._record_ratio(nats, of_tokens, rows.staleness)
         record("answer_tokens/mean", rows.lengths.double())
         record("answer_tokens/max", rows.lengths.double(), "max")
         record("overlong", rows.overlong.double())
         record("entropy", -value)
-
-    def _record_weights(self, weight: Tensor) -> None:
-        self._metrics.record("weight/mean", weight)
-        self._metrics.record("weight/max", weight, "max")
-        self._metrics.record("weight/variance", weight, "variance")
-        self._metrics.record("masked", (weight == 0).double())
 
     def _record_mismatch(self, rows: TokenRows, proximal: Tensor, outside: Tensor) -> None:
         """Record the tokens of answers that the trainer's version drew alone.
@@ -217,13 +173,18 @@ class TokenLoss(ComputedLoss):
 def _outside(rows: TokenRows, metrics: Mapping[str, Tensor], weight: Tensor | None) -> Tensor:
     """Return the share (N,) float64 of each answer's tokens that the clip range or the correction excludes."""
     found = torch.zeros_like(rows.advantage, dtype=torch.float64)
-    for name in ("clipped_low", "clipped_high", "dual_clipped", "dropped"):
+    for name in EXCLUDED:
         if name in metrics:
             found = found + metrics[name]
     if weight is not None:
         masked = (weight == 0).double().split(rows.lengths.tolist())
         found = found + torch.stack([one.mean() for one in masked])
     return found.clamp(max=1.0)
+
+
+def _per_token(rows: TokenRows) -> Tensor:
+    """Return the nats per unit of log-prob (T,): a log-prob of a token is in nats."""
+    return torch.ones_like(rows.behaviour_log_prob)
 
 
 def _temperature(spec: Any) -> float:

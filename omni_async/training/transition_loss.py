@@ -17,19 +17,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from omni_async.algorithms.correction import (
-    Drift,
-    chi2,
-    correct,
-    interpolated_log_prob,
-    k3,
-    normaliser,
-    perplexity_ratio,
-)
-from omni_async.algorithms.kinds import find_kind, reads_old_means, sde_of
+from omni_async.algorithms.correction import Drift, correct, normaliser
+from omni_async.algorithms.kinds import reads_old_means, sde_of
 from omni_async.algorithms.objectives.base import TransitionInputs
 from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
-from omni_async.config.algorithm import Correction
 from omni_async.config.schema import Config
 from omni_async.diffusion.policy import modalities_of
 from omni_async.diffusion.sde.transitions import Transition, log_prob, log_prob_by_part, nats_per_log_prob, transition
@@ -37,6 +28,7 @@ from omni_async.plugins.families import SamplingSpec
 from omni_async.training.device import send
 from omni_async.training.groups import GroupBatch, calls_of, check_group, find_step
 from omni_async.training.mismatch import Rows, clipped_rows, record_mismatch
+from omni_async.training.ratio_loss import RatioLoss
 from omni_async.training.row_loss import LossOfObjective
 from omni_async.training.transition_rows import TransitionRows, build_rows, trained_steps
 from omni_async.types import SampleDrift
@@ -151,20 +143,15 @@ def sample_drifts(
 _INPUT_OF: dict[AuxiliaryPolicy, str] = {"reference": "ref_mean", "teacher": "teacher_mean"}
 
 
-class TransitionLoss(LossOfObjective):
+class TransitionLoss(RatioLoss, LossOfObjective):
     """The `RowLoss` of transition objectives. `omni_async.training.engine` documents the order of calls."""
 
     def __init__(self, config: Config, objective: Objective, *parts: Any) -> None:
         self._sde = sde_of(config)
         super().__init__(config, objective, *parts)
-        # Without a ratio there is nothing to correct, whatever mode `auto` starts with.
-        ratio = find_kind(objective.kind).ratio
-        c = self._correction = config.correction if ratio else Correction(mode="none")
         self._frozen = [name for name in _INPUT_OF if name in objective.auxiliary(config.algorithm)]
-        self._whole_samples = objective.unit == "sample" or c.needs_samples
+        self._whole_samples = objective.unit == "sample" or self._correction.needs_samples
         self._passes = ProximalPasses(keep_means=reads_old_means(objective, config.algorithm))
-        self._first_step = True
-        self._normaliser = [0.0, 0.0]
 
     def batches(self, group: GroupBatch) -> Iterator[tuple[TransitionRows, bool]]:
         latent_shape, sigmas = self._drawn.by(group.spec)
@@ -201,11 +188,12 @@ class TransitionLoss(LossOfObjective):
             )
             others[_INPUT_OF[policy]] = self._transition(rows, velocity).mean
         step, value, velocity = self._current(rows, group.spec)
-        mode = "decoupled" if group.proximal_ratio else self._correction.mode
+        mode = self._mode(group)
         passed = self._passes.recall(row_keys(group, rows), rows.latents.device)
         proximal = passed or under_current(rows, step, value)
-        old_log_prob, old_mean = self._old(mode, rows, step.scale, value.detach(), proximal)
-        drift = self._drift(rows, step.scale, proximal)
+        per_log_prob = self._nats_per_log_prob(rows, step)
+        old_log_prob, old_mean = self._old(mode, rows, per_log_prob, value.detach(), proximal)
+        drift = self._drift(rows, per_log_prob, proximal)
         weight = rows.weight if rows.weight is not None else self._row_weights(rows, drift, counts)
         output = self._computed(
             TransitionInputs(
@@ -216,7 +204,7 @@ class TransitionLoss(LossOfObjective):
                 old_mean=old_mean,
                 std=step.std,
                 scale=step.scale,
-                nats_per_log_prob=self._nats_per_log_prob(rows, step.scale),
+                nats_per_log_prob=per_log_prob,
                 num_elements=rows.num_elements,
                 kind=self._sde.kind,
                 weight=weight,
@@ -228,14 +216,16 @@ class TransitionLoss(LossOfObjective):
             self._record_drift(rows, drift, group)
             self._record_modalities(rows, step, group.spec)
             if self._first_step:  # in later steps of an update the policy has moved on purpose
-                nats = self._nats(rows, step.scale, proximal.log_prob)
+                nats = per_log_prob * (proximal.log_prob - rows.behaviour_log_prob)
                 found = Rows(nats, step.nats_per_velocity, velocity, rows.num_elements, rows.steps, rows.fresh)
                 outside = clipped_rows(output.metrics, weight, nats)
                 record_mismatch(self._metrics, found, outside)
                 if mode == "bypass":
                     self._metrics.record("drift_clipped", outside)
             if weight is not None:
-                self._record_weights(rows, weight)
+                self._record_weights(weight)
+                self._metrics.record_by_step("weight/mean", weight, rows.steps, "mean")
+                self._metrics.record_by_step("masked", (weight == 0).double(), rows.steps, "mean")
             self._metrics.record_loss(output.loss, rows.advantage, output.metrics)
         return output.loss
 
@@ -252,7 +242,7 @@ class TransitionLoss(LossOfObjective):
             self._passes.remember(row_keys(group, rows), proximal)
             row_ids += rows.row_ids
             steps += rows.steps
-            drifts.append(self._drift(rows, step.scale, proximal))
+            drifts.append(self._drift(rows, self._nats_per_log_prob(rows, step), proximal))
         if not drifts:
             return []
         log_ratio = torch.cat([d.log_ratio for d in drifts])[:, 0]
@@ -260,16 +250,9 @@ class TransitionLoss(LossOfObjective):
         num_elements = math.prod(self._drawn.by(group.spec)[0])
         return sample_drifts(row_ids, steps, log_ratio, torch.cat(kappas)[:, 0] if kappas else None, num_elements)
 
-    def gradient_normaliser(self) -> tuple[float, float]:
-        sums, self._normaliser = self._normaliser, [0.0, 0.0]
-        return sums[0], sums[1]
-
-    def end_step(self) -> None:
-        self._first_step = False
-
     def end_update(self, progress: float) -> None:
+        super().end_update(progress)
         self._passes.clear()
-        self._first_step = True
 
     def _steps_per_sample(self, rows: TransitionRows) -> int:
         return 1 + max(n for _, n in rows.row_ids) if self._whole_samples else 1
@@ -288,35 +271,22 @@ class TransitionLoss(LossOfObjective):
         )
 
     def _old(
-        self, mode: str, rows: TransitionRows, scale: Tensor, current: Tensor, proximal: Proximal
+        self, mode: str, rows: TransitionRows, per_log_prob: Tensor, current: Tensor, proximal: Proximal
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-prob and mean of the ratio's denominator in a mode of `algorithm.correction`."""
         if mode in ("decoupled", "none"):
             return proximal.log_prob, proximal.mean
         if mode == "bypass":
             return rows.behaviour_log_prob, rows.behaviour_mean
-        return self._interpolated(rows, scale, current), None
+        return self._interpolated(rows, per_log_prob, current), None
 
-    def _interpolated(self, rows: TransitionRows, scale: Tensor, current: Tensor) -> Tensor:
-        nats = self._nats_per_log_prob(rows, scale)
-        return interpolated_log_prob(
-            rows.behaviour_log_prob, current, rows.staleness, nats, self._correction.interpolation
-        )
-
-    def _drift(self, rows: TransitionRows, scale: Tensor, proximal: Proximal) -> Drift:
+    def _drift(self, rows: TransitionRows, per_log_prob: Tensor, proximal: Proximal) -> Drift:
         """Return the drift (R, 1), separately for every row, from the behaviour policy to the proximal policy."""
-        value = proximal.log_prob
-        if self._correction.mode == "interpolated":
-            value = self._interpolated(rows, scale, value)
-        kappa = None if proximal.kappa is None else proximal.kappa[:, None]
-        return Drift(self._nats(rows, scale, value)[:, None], kappa)
+        log_ratio = self._log_ratio(rows, per_log_prob, proximal.log_prob)
+        return Drift(log_ratio[:, None], None if proximal.kappa is None else proximal.kappa[:, None])
 
-    def _nats(self, rows: TransitionRows, scale: Tensor, value: Tensor) -> Tensor:
-        """Return the log-ratios, in nats of the whole sample, of `value` to the recorded log-probs: (R,) float64."""
-        return self._nats_per_log_prob(rows, scale) * (value - rows.behaviour_log_prob)
-
-    def _nats_per_log_prob(self, rows: TransitionRows, scale: Tensor) -> Tensor:
-        return nats_per_log_prob(self._sde.kind, scale.double(), rows.num_elements)
+    def _nats_per_log_prob(self, rows: TransitionRows, step: Transition) -> Tensor:
+        return nats_per_log_prob(self._sde.kind, step.scale.double(), rows.num_elements)
 
     def _row_weights(self, rows: TransitionRows, drift: Drift, counts: bool) -> Tensor | None:
         """Return the weights of these rows, for corrections that need no other rows; None without a correction."""
@@ -330,28 +300,17 @@ class TransitionLoss(LossOfObjective):
             numerator, denominator = normaliser(corrected, c)
             self._normaliser[0] += numerator
             self._normaliser[1] += denominator
-            for name, values in corrected.metrics().items():
-                self._metrics.record(name, values, "max" if name.endswith("/max") else "mean")
+            self._record_corrected(corrected)
         return corrected.weight.flatten()
 
     def _record_drift(self, rows: TransitionRows, drift: Drift, group: GroupBatch) -> None:
-        record, by_step = self._metrics.record, self._metrics.record_by_step
-        nats = drift.log_ratio.flatten()
-        record("log_ratio_nats/mean", nats)
-        record("log_ratio_nats/absmax", nats, "absmax")
-        record("log_ratio_nats/variance", nats, "variance")
+        by_step, nats = self._metrics.record_by_step, drift.log_ratio.flatten()
+        self._record_ratio(nats, [group.sample_ids[sample] for sample, _ in rows.row_ids], rows.staleness)
         by_step("log_ratio_nats/variance", nats, rows.steps, "variance")
-        record("ess", nats, "ess")
         by_step("ess", nats, rows.steps, "ess")
-        record("k3_nats", k3(nats))
-        record("chi2", chi2(nats))
-        samples = [group.sample_ids[sample] for sample, _ in rows.row_ids]
-        self._metrics.record_by_sample("chi2/sample", nats, samples, lambda means, steps: chi2(means * steps))
-        self._metrics.record_by_sample("perplexity_ratio", nats, samples, lambda means, _: perplexity_ratio(means))
         if drift.kappa is not None:
-            record("kappa_nats", drift.kappa)
+            self._metrics.record("kappa_nats", drift.kappa)
             by_step("kappa_nats", drift.kappa.flatten(), rows.steps, "mean")
-        self._record_staleness(rows.staleness)
 
     def _record_modalities(self, rows: TransitionRows, step: Transition, spec: SamplingSpec) -> None:
         """Record, for each modality, the log-probs of the policy in training and its log-ratios in nats."""
@@ -367,12 +326,3 @@ class TransitionLoss(LossOfObjective):
             self._metrics.record(f"log_prob/{name}", value)
             self._metrics.record(f"log_ratio_nats/{name}/mean", nats)
             self._metrics.record(f"log_ratio_nats/{name}/absmax", nats, "absmax")
-
-    def _record_weights(self, rows: TransitionRows, weight: Tensor) -> None:
-        record, by_step = self._metrics.record, self._metrics.record_by_step
-        record("weight/mean", weight)
-        record("weight/max", weight, "max")
-        record("weight/variance", weight, "variance")
-        by_step("weight/mean", weight, rows.steps, "mean")
-        record("masked", (weight == 0).double())
-        by_step("masked", (weight == 0).double(), rows.steps, "mean")
