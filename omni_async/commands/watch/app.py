@@ -23,7 +23,7 @@ from aiohttp import web
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.commands.report.file import PAGE
 from omni_async.commands.watch.actions import Asked
-from omni_async.commands.watch.guard import HEADERS, Guard, Refused
+from omni_async.commands.watch.guard import HEADERS, Guard
 from omni_async.commands.watch.live import LiveRun, TooManyViewers
 from omni_async.commands.watch.lives import Lives
 from omni_async.config.reading import TooLargeError, open_file, require_within
@@ -32,6 +32,7 @@ from omni_async.records.read.logs import logs_of, read_log
 from omni_async.records.write.files import read_foreign
 from omni_async.records.write.rundir import RunDirectory, RunDirectoryError
 from omni_async.rewards.server.connections import send_continue
+from omni_async.rewards.server.limits import Refused
 from omni_async.types import SHOWN_OF_PROMPT
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from omni_async.rewards.server.limits import RateLimit, client_of
+from omni_async.rewards.server.limits import RateLimit, Refused, client_of
 
 KEY_HEADER = "X-Omni-Async-Key"
 _MOST_SESSIONS = 100
@@ -43,15 +43,6 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-
-
-class Refused(Exception):
-    """A request is refused with `status` and one line; `retry_s`: when to retry."""
-
-    def __init__(self, status: int, why: str, retry_s: float | None = None) -> None:
-        super().__init__(why)
-        self.status = status
-        self.retry_s = retry_s
 
 
 class Guard:

@@ -13,11 +13,11 @@ from aiohttp import web
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import cancel
 from omni_async.commands.emulated import emulated_run
-from omni_async.commands.watch.guard import Refused
 from omni_async.commands.watch.live import LiveRun
 from omni_async.commands.watch.report_sections import Sections
 from omni_async.records.read.run_list import list_runs
 from omni_async.records.write.rundir import RunDirectory
+from omni_async.rewards.server.limits import Refused
 
 _MOST_OPEN = 8  # runs of a folder that are kept up to date at once
 _NAME = r"[\w.-]{1,200}"

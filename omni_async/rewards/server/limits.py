@@ -1,4 +1,4 @@
-"""Limits the request rate of a client, and its share of a server's memory."""
+"""Limits the request rate of a client, and its share of a server's memory; refuses the rest."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from collections.abc import Callable
 
 # Stored addresses. The address with the oldest request is dropped, and then has a full burst again.
 _MOST_ADDRESSES = 4096
+
+
+class Refused(Exception):
+    """A request is refused with `status` and one line; `retry_s`: when the client may retry."""
+
+    def __init__(self, status: int, why: str, retry_s: float | None = None) -> None:
+        super().__init__(why)
+        self.status = status
+        self.retry_s = retry_s
 
 
 def client_of(address: str | None) -> str:

@@ -21,7 +21,7 @@ from omni_async.media import Media
 from omni_async.rewards import wire
 from omni_async.rewards.failures import place_of, told
 from omni_async.rewards.server.connections import send_continue
-from omni_async.rewards.server.limits import RateLimit, Room, client_of
+from omni_async.rewards.server.limits import RateLimit, Refused, Room, client_of
 from omni_async.rewards.server.metrics import Metrics
 from omni_async.rewards.server.scoring import NotNow, Scoring
 from omni_async.rewards.server.settings import Server
@@ -39,15 +39,6 @@ _DECODED_AT_ONCE = 4
 _VALUE_BYTES = 64  # memory that a value of metadata takes in addition to its content
 
 Samples = list[tuple[str | None, Media, Prompt]]
-
-
-class Refused(Exception):
-    """A request is answered with `status` and one line; `retry_s`: when the client may retry."""
-
-    def __init__(self, status: int, why: str, retry_s: float | None = None) -> None:
-        super().__init__(why)
-        self.status = status
-        self.retry_s = retry_s
 
 
 class RewardApp:
