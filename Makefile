@@ -17,6 +17,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
 BIN := $(VENV)/bin
 # Half of a test run is waiting: for kills to be noticed, for Ray and engines to start. Two processes take turns; a file's tests share what they start.
 WORKERS ?= 2
+# Tests start hundreds of processes: with this variable each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 # A test that fails is run once more, alone, at the end (tests/support/second_try.py).
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --second-try
 # More options for pytest: make test ARGS=--require-browser

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 # Torch in one thread, before anything imports it: there are two cores, and small tensors gain nothing. Not by
 # torch.set_num_threads: the first matrix products in a new thread would still use all cores, and round otherwise.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Processes that Ray starts in advance have another environment than the tests' actors, which cannot use them.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 # A busy machine takes its time, which says nothing about the code.
 settings.register_profile("no deadline", deadline=None)
@@ -146,6 +148,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # The last folders have files that take long: begun last, one would run while the other process has nothing to do.
+    items.sort(key=lambda item: item.path.parts[-2] not in ("training", "weights"))
     chosen = config.stash[_SLICE]
     if chosen.whole:
         return

@@ -120,7 +120,9 @@ def names_in(annotation: Any) -> list[str]:
     return [name for arg in get_args(base) for name in names_in(arg)]
 
 
+@cache
 def fields_of(section: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the annotation of each field; callers must not change it."""
     return get_type_hints(section, include_extras=True)
 
 

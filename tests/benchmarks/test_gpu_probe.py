@@ -29,6 +29,7 @@ def measured(name: str) -> list[dict[str, Any]]:
 
 
 # Section `steps` compiles the model.
+@pytest.mark.sliced(floor=3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name == "steps")) for name in gpu_probe.SECTIONS]
 )

@@ -69,6 +69,7 @@ def test_a_recipe_deals_its_devices_as_the_law_likes_best(name: str) -> None:
     assert times_of(config, profile).bottleneck[1] <= best.step_s * 1.001
 
 
+@pytest.mark.sliced(floor=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_updates_of_staleness_keep_the_bottleneck_busy(name: str) -> None:
     """Uses the recipe's own buffers."""

@@ -700,7 +700,7 @@ def test_every_interleaving_keeps_the_invariants_and_ends() -> None:
 
 def test_long_random_runs_keep_the_invariants_and_end(slice_of: Callable[[str, int, int], range]) -> None:
     """Applies the same rules, in proportions that carry a run from its first to its last update."""
-    for seed in slice_of("long runs of the coordinator", 240, 60):
+    for seed in slice_of("long runs of the coordinator", 240, 30):
         dice = random.Random(seed)
         try:
             play_at_random(random_config(dice), dice)

@@ -46,7 +46,7 @@ def moved(finished: Run) -> bool:
 # ---- how the loop runs -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sliced(floor=4)
+@pytest.mark.sliced(floor=2)
 @pytest.mark.parametrize(
     ("engine", "swap", "batching"),
     [
@@ -106,7 +106,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.sliced(floor=4)
+@pytest.mark.sliced(floor=2)
 @pytest.mark.parametrize("name", LOOPS)
 def test_loop_settings(recipe: Path, name: str) -> None:
     _done(run(recipe, *LOOPS[name]), load(recipe, LOOPS[name]).trainer.updates)
@@ -193,7 +193,7 @@ OBJECTIVES = {
 }
 
 
-@pytest.mark.sliced(floor=3)
+@pytest.mark.sliced(floor=2)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_trains(recipe: Path, name: str) -> None:
     finished = _done(run(recipe, f"algorithm.name={name}", *_KEPT, *OBJECTIVES[name]))
@@ -220,7 +220,7 @@ CORRECTIONS = {
 DRIFT = {"log_ratio_nats/variance", "ess", "engine_mismatch_nats", "fresh_fraction", "row_staleness/mean"}
 
 
-@pytest.mark.sliced(floor=3)
+@pytest.mark.sliced(floor=2)
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_every_correction_trains(recipe: Path, correction: str, steps: int) -> None:
@@ -264,6 +264,7 @@ def test_the_automatic_correction_follows_the_drift_and_survives_a_resume(recipe
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
+@pytest.mark.thorough
 def test_the_automatic_correction_stays_while_drift_is_small_at_any_budget(recipe: Path) -> None:
     finished = _done(_drifting(recipe, 1e-6), 12)
     assert finished.metrics[-1]["row_staleness/max"] == 8

@@ -64,7 +64,7 @@ BROADCAST = slow_at("swap", 0.05, Payload(trajectory=20_000, media=3_000, weight
         (slow_at("score", 0.05), "object_store", ("reward-0", "reward-1", "rollout-0"), KILL),
         # Transfers weights that take longer than everything else together.
         (BROADCAST, "object_store", ("rollout-0", "rollout-1"), KILL),
-        (BROADCAST, "collective", ("rollout-0", "rollout-1"), STOP),
+        pytest.param(BROADCAST, "collective", ("rollout-0", "rollout-1"), STOP, marks=pytest.mark.thorough),
     ],
     ids=["engines at work", "reward workers at work", "in a publish", "in a broadcast"],
 )
@@ -105,6 +105,7 @@ def test_all_engines_at_once(tmp_path):
     run.require_whole(run.run(disturb))
 
 
+@pytest.mark.thorough
 def test_a_lost_trainer_or_coordinator(tmp_path):
     """Kills the trainer (rank 0 and the publisher run in its process) and the coordinator."""
     run = Disturbed.emulated(tmp_path, slow_at("train", 0.05))

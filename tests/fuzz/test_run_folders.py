@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.places import ROOT
 
-_ALL, _SOME = 1000, 100
+_ALL, _SOME = 1000, 50
 
 
 @pytest.mark.slow

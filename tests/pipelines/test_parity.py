@@ -210,6 +210,12 @@ def test_wrong_engines_are_caught(subject_of):
     assert "old weights after a push" in wrong["old weights come back"]
     assert wrong["adapters"] == "adapters change nothing"
     assert "a version without one parameter" in wrong["wrong weights are refused"]
+
+
+@pytest.mark.thorough
+def test_an_encoder_that_reads_one_text_is_caught(subject_of):
+    subject = subject_of(SD3)
+    how: dict[str, Any] = {"dtype": torch.float32, "max_batch": 8, "device": "cpu"}
     rows = engine_rows(subject, DiffusersEngine("deaf", Deaf(subject.path), **how))
     assert [row.check for row in rows if not row.passed] == ["noise-free samples"]
 

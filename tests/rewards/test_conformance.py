@@ -112,6 +112,7 @@ def differ(scores):
     return len({str([round(number, 4) for number in (one.value, *one.parts.values())]) for one in scores}) > 1
 
 
+@pytest.mark.sliced(floor=9)
 @pytest.mark.parametrize("name", QUICK_FIRST)
 async def test_a_batch_has_the_scores_of_its_samples_in_order(name, tiny, tmp_path):
     small = {key: 2 for key in ("batch", "frames") if registry.takes_param(name, key)}
@@ -123,6 +124,7 @@ async def test_a_batch_has_the_scores_of_its_samples_in_order(name, tiny, tmp_pa
     assert differ(alone), "their order shows"
 
 
+@pytest.mark.sliced(floor=4)
 @pytest.mark.parametrize("name", OF_TEXTS)
 @pytest.mark.parametrize("form", ["msgpack", "json"])
 async def test_a_server_scores_texts_as_the_scorer_does(name, form, tiny, tmp_path):
@@ -195,6 +197,7 @@ def change(file):
         file.write_text(file.read_text() + "\n")
 
 
+@pytest.mark.sliced(floor=9)
 @pytest.mark.parametrize("name", QUICK_FIRST)
 async def test_another_checkpoint_at_the_same_path_is_another_scorer_in_the_cache(name, tiny, tmp_path):
     folder, params = tmp_path / "copy", {}

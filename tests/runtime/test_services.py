@@ -158,6 +158,7 @@ def test_a_service_that_does_not_start_ends_the_run(tmp_path, monkeypatch, start
     assert summary.status == "failed" and said in (summary.reason or "")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_service_on_ray_is_replaced_and_scaled(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.simulation.chaos import ScheduleFailed, count, play
 from tests.simulation.chaos_job import FAULTS, Job, Temper, draw, make_config
 from tests.simulation.chaos_world import World
 
-SCHEDULES, SLICE, CHUNK = 10_000, 500, 500
+SCHEDULES, SLICE, CHUNK = 10_000, 250, 500
 happened = cache(count)
 
 

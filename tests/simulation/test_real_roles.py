@@ -68,7 +68,7 @@ def step_s(made: Emulated) -> float:
     return statistics.fmean(made.steps(steady.first, steady.last))
 
 
-@pytest.mark.sliced(floor=16)
+@pytest.mark.sliced(floor=8)
 @pytest.mark.parametrize(
     ("name", "varies"), [*((name, False) for name in JOBS), *((name, True) for name in VARYING)], ids=str
 )

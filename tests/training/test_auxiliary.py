@@ -29,6 +29,7 @@ def mixed(decay: float, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[
     return {name: decay * tensor.double() + (1 - decay) * new[name].double() for name, tensor in old.items()}
 
 
+@pytest.mark.sliced(floor=2)
 @world.backends
 @world.loras
 def test_the_reference_stays_the_model_as_loaded_and_under_lora_policies_hold_adapters_alone(backend, lora):
@@ -52,6 +53,7 @@ def test_there_are_only_the_auxiliary_policies_that_the_settings_need():
         velocity(engine, "old")
 
 
+@pytest.mark.sliced(floor=2)
 @world.backends
 @world.loras
 def test_the_old_policy_follows_once_an_update_by_the_updates_number(backend, lora):
@@ -81,6 +83,7 @@ def test_the_moving_average_follows_every_so_many_steps(warmup, decays):
         world.assert_close(world.auxiliary_of(engine, "ema"), expected, atol=1e-6)
 
 
+@pytest.mark.sliced(floor=2)
 @world.backends
 @world.loras
 def test_using_an_auxiliary_policy_changes_neither_weights_nor_gradients(backend, lora):
@@ -120,6 +123,7 @@ def test_sharded_parameters_are_gathered_anew_once_they_changed(tmp_path, after)
     assert not torch.equal(world.log_probs(engine, group), before)
 
 
+@pytest.mark.sliced(floor=2)
 @world.backends
 @pytest.mark.parametrize("decay", ["slow", "none"])
 @pytest.mark.parametrize("payload", ["full", "lora"])

@@ -177,6 +177,7 @@ CORRECTIONS = [
 ]
 
 
+@pytest.mark.sliced(floor=8)
 @pytest.mark.parametrize(("correction", "size"), zip(CORRECTIONS, cycle([1, 5, 100]), strict=False))
 def test_the_gradient_is_that_of_weighted_and_masked_rows_however_they_are_cut(correction, size):
     """Other tests cover the formulas of `correct`."""

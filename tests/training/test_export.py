@@ -86,7 +86,7 @@ def test_snapshots_in_the_same_memory_are_the_weights_of_their_own_version(backe
     assert len(digests) == 2
 
 
-@pytest.mark.sliced(floor=8)
+@pytest.mark.sliced(floor=4)
 @world.backends
 @pytest.mark.parametrize("lora", [None, LORA])
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.data for name, p in module.named_parameters()} | dict(module.named_buffers()) | attributes
 
 
+@pytest.mark.sliced(floor=5)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.label)
 def test_files_give_the_bits_of_the_whole_load(family, tmp_path):
     policy = family.policy(family.build(tmp_path))

@@ -128,7 +128,7 @@ def run_all(rank: int, folder: Path, configs: dict[str, Config]) -> dict[str, An
 
 
 def test_two_ranks_train_what_one_trains(tmp_path, some_of):
-    variants = dict(some_of("variants on two ranks", [*VARIANTS.items()], 8))
+    variants = dict(some_of("variants on two ranks", [*VARIANTS.items()], 5))
     two = {name: world.make_config(**{**BASE, **change, "workers": 2}) for name, change in variants.items()}
     found = world.on_ranks(2, run_all, tmp_path, two)
     for name, change in variants.items():

@@ -173,7 +173,7 @@ def cases_of(count: int) -> list[tuple[str, Case]]:
 
 
 def test_two_ranks_that_share_tokens_train_what_one_trains(path_of, some_of):
-    cases = dict(some_of("cases of two ranks that share tokens", cases_of(2), 4))
+    cases = dict(some_of("cases of two ranks that share tokens", cases_of(2), 2))
     key = "trainer.sequence_parallel: "
     for found in assert_ranks_train_what_one_trains(path_of, 2, cases):
         without, ignored = found[REFUSED]

@@ -75,6 +75,7 @@ def test_an_added_term_is_not_multiplied_by_the_correction(correction):
     assert metrics["kl_teacher"] > 0.01 and "kl_ref" not in metrics
 
 
+@pytest.mark.sliced(floor=2)
 @world.backends
 @world.loras
 def test_a_teacher_of_the_same_weights_has_no_distance_and_another_none_that_training_changes(backend, lora):

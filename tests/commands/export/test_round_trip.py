@@ -48,7 +48,7 @@ def _exports(folder: Path, family: Family) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.sliced(floor=2)
+@pytest.mark.sliced(floor=1)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.label)
 def test_an_export_computes_what_the_trainer_does(outputs, family):
     for kind in KINDS[: None if find_family(family.name).comfyui_layers else -1]:

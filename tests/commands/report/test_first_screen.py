@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 RECORDED = ROOT / "tests" / "records" / "read" / "recorded" / "full-20261125-210306"
 SCREENS = {1400: 900, 390: 844}  # width -> height in pixels
-SIZES = [(width, scheme) for width in SCREENS for scheme in ("light", "dark")]
+SIZES = [
+    *((1400, "light"), (390, "dark")),
+    *(pytest.param(*other, marks=pytest.mark.thorough) for other in ((1400, "dark"), (390, "light"))),
+]
 
 
 @pytest.fixture(scope="session")

@@ -130,7 +130,7 @@ def test_films_and_sounds_play(tmp_path: Path, open_page: OpenPage):
     assert not violations(page)
 
 
-@pytest.mark.parametrize("width", [360, 768])
+@pytest.mark.parametrize("width", [360, pytest.param(768, marks=pytest.mark.thorough)])
 def test_a_narrow_screen_scrolls_down_only(comparison: str, open_page: OpenPage, width: int):
     page = open_page(comparison, width=width)
     assert page.evaluate("document.documentElement.scrollWidth") == width

@@ -133,7 +133,7 @@ def test_a_token_is_asked_for_once_and_opens_the_page_with_its_buttons(browser: 
     page.context.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.thorough)])
 def test_the_page_fits_a_phone_and_passes_the_accessibility_check(
     open_page: OpenPage, live: Served, scheme: str
 ) -> None:

@@ -19,7 +19,11 @@ __all__ = ["browser", "open_page"]
 pytestmark = pytest.mark.slow
 _HEIGHTS = {1400: 900, 390: 844}  # of screens, by their width, in pixels
 on_every_screen = pytest.mark.parametrize(
-    ("width", "scheme"), [(width, scheme) for width in _HEIGHTS for scheme in ("light", "dark")]
+    ("width", "scheme"),
+    [
+        *((1400, "light"), (390, "dark")),
+        *(pytest.param(*other, marks=pytest.mark.thorough) for other in ((1400, "dark"), (390, "light"))),
+    ],
 )
 
 
@@ -128,8 +132,11 @@ def test_the_page_of_a_folder_lists_runs(open_page: OpenPage, several: Served, w
 
 def test_later_runs_of_a_folder_appear(open_page: OpenPage, several: Served) -> None:
     page = open_page(several.link, own=several.address)
+    page.clock.install()
+    page.reload()
     page.get_by_role("link", name="made-20260101-120000").wait_for()
     MadeRun(groups=10).write(several.folder.parent / "made-20260103-120000")
+    page.clock.fast_forward(5_000)
     page.get_by_role("link", name="made-20260103-120000").wait_for()
 
 
@@ -137,7 +144,7 @@ def test_later_runs_of_a_folder_appear(open_page: OpenPage, several: Served) -> 
 
 
 def opened_without(browser: Browser, address: str, path: str) -> tuple[Page, list[Route]]:
-    """Opens a page whose requests of a path get no answer; returns them, too."""
+    """Opens a page whose requests of a path get no answer for 5 s; returns them, too."""
     held: list[Route] = []
 
     def hold(route: Route) -> None:
@@ -146,7 +153,9 @@ def opened_without(browser: Browser, address: str, path: str) -> tuple[Page, lis
     page = browser.new_context().new_page()
     page.set_default_timeout(1000 * PATIENCE)
     page.route(path, hold)
+    page.clock.install()
     page.goto(address)
+    page.clock.fast_forward(5_000)
     return page, held
 
 

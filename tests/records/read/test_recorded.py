@@ -19,6 +19,7 @@ from omni_async.records.read.record import read_run
 from omni_async.records.read.run_list import list_runs
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import read_summary
+from omni_async.simulation import what_if
 from tests.support.job_world import Run
 from tests.support.recorded_runs import place
 
@@ -36,6 +37,7 @@ LORA_KEYS = (
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Provides a folder of the test's own with the runs, and works next to it."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(what_if, "_SEEDS", 1)  # as pages have several simulations
     return place(tmp_path)
 
 

@@ -46,6 +46,7 @@ def test_a_prompt_may_have_as_many_tokens_as_the_encoder_takes() -> None:
     limits(QUICKSTART / "checkpoint", replace(spec, true_cfg_scale=1.0)).check_negative()
 
 
+@pytest.mark.sliced(floor=1)
 @pytest.mark.parametrize("key", ["data.prompts", "validation.prompts"])
 def test_a_long_line_is_refused_with_its_number(tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
     lines = ['a sign "12"', "", repeated(1026).text + '"34"', 'a sign "56"']
@@ -55,6 +56,7 @@ def test_a_long_line_is_refused_with_its_number(tmp_path: Path, key: str, capsys
     assert f"{key}: {tmp_path / 'p.txt'}:3: the prompt has " in capsys.readouterr().err
 
 
+@pytest.mark.sliced(floor=3)
 @pytest.mark.parametrize("family", [first_of(name) for name in NAMES], ids=lambda family: family.name)
 def test_cuts_and_refusals_are_the_codecs_own(tmp_path: Path, family: Family) -> None:
     checkpoint = family.build(tmp_path / "model")
