@@ -111,6 +111,7 @@ def test_a_lambda_in_a_running_loop(recipe: Path, capsys: pytest.CaptureFixture[
     assert other.metrics["reward"].tolist() == run.metrics["reward"].tolist()[:2]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_script_with_a_lambda_on_ray(recipe: Path) -> None:
     program = f"""

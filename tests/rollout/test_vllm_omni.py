@@ -132,6 +132,7 @@ def test_adapters_are_swapped_between_steps(family, engine):
     assert_same(made, *reference(family, [make_request()], second), 1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["step", "request"])
 @QWEN_IMAGE
 def test_a_group_shares_its_prefix(family, engine, batcher, how):
@@ -189,6 +190,7 @@ def test_compiled_layers_compute_with_new_weights(tmp_path):
         assert engine("_call", "graphs") == graphs
 
 
+@pytest.mark.thorough
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 5e-2)])
 def test_both_dtypes_on_an_accelerator(tmp_path, dtype, tolerance):

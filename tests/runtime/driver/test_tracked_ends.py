@@ -86,6 +86,7 @@ def test_first_runs_at_once(tmp_path: Path) -> None:
     assert len(tracked(tmp_path)) == 3
 
 
+@pytest.mark.thorough
 def test_tracker_down_at_resume(tmp_path: Path) -> None:
     """The batch system starts a job again while MLflow's server is down: the job trains."""
     recipe = write_emulated(tmp_path, trainer={"updates": 2}, tracking={"mlflow": {"enabled": True}})

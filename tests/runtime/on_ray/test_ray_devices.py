@@ -114,6 +114,7 @@ nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=50)
 """
 
 
+@pytest.mark.thorough
 async def test_workers_report_their_devices_as_they_are_asked_for_their_health(tmp_path, monkeypatch):
     (tmp_path / "pynvml.py").write_text(_NVML)
     monkeypatch.syspath_prepend(tmp_path)
