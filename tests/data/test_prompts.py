@@ -85,6 +85,11 @@ def test_a_broken_json_line_is_refused_with_its_number(tmp_path, line, why):
     assert message.startswith("data.prompts: ") and "p.jsonl:3: " in message and why in message
 
 
+def test_a_table_with_another_separator_is_refused_with_the_separators(tmp_path):
+    said = refusal(tmp_path, "prompt;target\na;b\n", "p.csv")
+    assert said.endswith("got prompt;target; the cells of a .csv are separated by commas, those of a .tsv by tabs")
+
+
 def test_a_file_that_is_not_there_or_empty_or_not_text_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"^validation\.prompts: no such file: .*nowhere\.txt$"):
         load_prompts(str(tmp_path / "nowhere.txt"), "validation.prompts", 10)
@@ -125,8 +130,10 @@ def test_all_wrong_lines_are_named_at_once_ten_at_most(tmp_path):
     said = refusal(tmp_path, "\n".join(lines), "p.jsonl")
     path = tmp_path / "p.jsonl"
     why = NO_PROMPTS['{"prompt": ""}']
-    assert said.startswith(f"data.prompts: {path}:2: {why}; line 3: not v")
-    assert said.endswith(f"; line 18: {why}; and 6 more")
+    also = "(also 14 more: line 4, 6, 8, 10, 12, ...)"
+    assert said.startswith(f"data.prompts: {path}:2: {why} {also}; line 3: not v") and said.count("; line ") == 1
+    lines = [f'{{"prompt": {i}}}' for i in range(12)]
+    assert refusal(tmp_path, "\n".join(lines), "p.jsonl").endswith("; and 2 more")
 
 
 def test_a_million_prompts_are_read_in_seconds(tmp_path):
