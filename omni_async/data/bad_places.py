@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,20 +11,22 @@ from omni_async.config import ConfigError
 
 _SHOWN = 10
 _NUMBERS = 5  # further places of the same problem that are named
+_GOT = re.compile(r"(?<=, got ).*?(?=;|$)", re.DOTALL)
 _LONGEST = 140  # characters of every reason but the first: an error message has at most 2000
 
 
 @dataclass
 class _Alike:
-    """The places of one problem. `numbers`: of the first few."""
+    """The places of one kind of problem. `where` and `problem` are of the first; `numbers` are of the first few."""
 
     where: str
+    problem: str
     numbers: list[int] = field(default_factory=list)
     count: int = 0
 
-    def add(self, where: str, number: int) -> None:
+    def add(self, where: str, number: int, problem: str) -> None:
         if not self.numbers or number < self.numbers[0]:
-            self.where = where
+            self.where, self.problem = where, problem
         self.numbers = sorted([*self.numbers, number])[: 1 + _NUMBERS]
         self.count += 1
 
@@ -33,6 +36,11 @@ class _Alike:
             return ""
         more = ", ..." if self.count > len(self.numbers) else ""
         return f" (also {self.count - 1} more: {place} {', '.join(map(str, self.numbers[1:]))}{more})"
+
+
+def kind_of(problem: str) -> str:
+    """Return the problem without the value that a row has: a column of another type is one problem, not one per row."""
+    return _GOT.sub("", problem)
 
 
 class BadPlaces:
@@ -49,12 +57,12 @@ class BadPlaces:
         if number in self._numbers:
             return
         self._numbers.add(number)
-        self._found.setdefault(problem, _Alike(where)).add(where, number)
+        self._found.setdefault(kind_of(problem), _Alike(where, problem)).add(where, number, problem)
         if len(self._found) > 2 * _SHOWN:
-            self._found = dict(self._sorted()[:_SHOWN])
+            self._found = {kind_of(one.problem): one for one in self._sorted()[:_SHOWN]}
 
-    def _sorted(self) -> list[tuple[str, _Alike]]:
-        return sorted(self._found.items(), key=lambda item: item[1].numbers[0])
+    def _sorted(self) -> list[_Alike]:
+        return sorted(self._found.values(), key=lambda one: one.numbers[0])
 
     @contextmanager
     def noting(self, where: str, number: int) -> Iterator[None]:
@@ -71,9 +79,9 @@ class BadPlaces:
         shown = self._sorted()[:most]
         if not shown:
             return
-        (problem, first), *others = shown
-        each = [f"{first.where}: {problem}{first.others(self._place)}"]
-        each += [f"{self._place} {one.numbers[0]}: {why[:_LONGEST]}{one.others(self._place)}" for why, one in others]
-        left = len(self._numbers) - sum(one.count for _, one in shown)
+        first, *others = shown
+        each = [f"{first.where}: {first.problem}{first.others(self._place)}"]
+        each += [f"{self._place} {one.numbers[0]}: {one.problem[:_LONGEST]}{one.others(self._place)}" for one in others]
+        left = len(self._numbers) - sum(one.count for one in shown)
         more = [f"and {left} more"] if left else []
         raise ConfigError("; ".join([*each, *more, *([last[-_LONGEST:]] if last is not None else [])]))

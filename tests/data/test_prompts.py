@@ -101,6 +101,7 @@ def test_a_file_that_is_not_there_or_empty_or_not_text_is_refused(tmp_path):
     for content, why in {
         **dict.fromkeys(("", "\n\n", "  \t \n"), "holds no prompts; expected one a line"),
         b"fine\ncaf\xe9\n": "prompts.txt:2: not UTF-8 text: byte 0xe9: ",
+        "a cat".encode("utf-16"): "prompts.txt:1: not UTF-8 text: byte 0xff: invalid start byte; it is UTF-16, which",
         b"a\0b\n": "prompts.txt:1: holds the character U+0000",
         "short\n" + "x" * 51: "prompts.txt:2: the prompt has 51 characters, data.max_prompt_chars allows 50",
     }.items():
@@ -132,8 +133,10 @@ def test_all_wrong_lines_are_named_at_once_ten_at_most(tmp_path):
     why = NO_PROMPTS['{"prompt": ""}']
     also = "(also 14 more: line 4, 6, 8, 10, 12, ...)"
     assert said.startswith(f"data.prompts: {path}:2: {why} {also}; line 3: not v") and said.count("; line ") == 1
-    lines = [f'{{"prompt": {i}}}' for i in range(12)]
-    assert refusal(tmp_path, "\n".join(lines), "p.jsonl").endswith("; and 2 more")
+    said = refusal(tmp_path, "\n".join(f'{{"prompt": {i}}}' for i in range(12)), "p.jsonl")
+    assert said.endswith("got 0; write it in quotation marks (also 11 more: line 2, 3, 4, 5, 6, ...)")
+    distinct = [f"{'x' * (51 + i)}" for i in range(12)]
+    assert refusal(tmp_path, "\n".join(distinct)).endswith("; and 2 more")
 
 
 def test_a_million_prompts_are_read_in_seconds(tmp_path):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from omni_async.config import Config, ConfigError
 from omni_async.config.schema import Data
+from omni_async.data.bad_places import kind_of
 from omni_async.data.prompts import PromptCheck, each_prompt
 from omni_async.data.tables import open_table
 from omni_async.types import Prompt
@@ -81,15 +82,15 @@ def examined(data: Data, config: Config | None) -> Examined:
 
 def _by_reason(errors: Sequence[tuple[str, str]]) -> list[str]:
     """Return a line for each reason, with its first place and the number of the others, at most ten lines."""
-    places: dict[str, list[str]] = {}
+    alike: dict[str, list[tuple[str, str]]] = {}
     for where, reason in errors:
-        places.setdefault(reason, []).append(where)
+        alike.setdefault(kind_of(reason), []).append((where, reason))
     lines = []
-    for reason, (first, *others) in islice(places.items(), _SHOWN):
-        numbers = ", ".join(where.rpartition(":")[2].strip() for where in others[:_PLACES])
+    for (first, reason), *others in islice(alike.values(), _SHOWN):
+        numbers = ", ".join(where.rpartition(":")[2].strip() for where, _ in others[:_PLACES])
         more = f" (also {len(others)} more: {numbers}{', ...' if len(others) > _PLACES else ''})" if others else ""
         lines.append(f"{first}: {reason}{more}")
-    left = sum(map(len, places.values())) - sum(len(places[reason]) for reason in islice(places, _SHOWN))
+    left = len(errors) - sum(map(len, islice(alike.values(), _SHOWN)))
     return [*lines, *([f"and {left} more"] if left else [])]
 
 
