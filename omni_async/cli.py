@@ -117,6 +117,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not (sys.argv[1:] if arguments is None else arguments):
         parser.print_help(sys.stderr)
         parser.exit(2)
+    if "" in (sys.argv[1:] if arguments is None else arguments):
+        parser.error("an argument is empty; if it is a variable of the shell, set it")
     options, rest = parser.parse_known_args(_with_recipe(sys.argv[1:] if arguments is None else arguments))
     if hasattr(options, "overrides"):
         rest = [word.lstrip("-") if _OVERRIDE.fullmatch(word) else word for word in rest]

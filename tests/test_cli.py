@@ -237,6 +237,12 @@ def test_wrong_usage(arguments, capsys):
     assert arguments != "trian" or said.endswith("], got 'trian'; did you mean 'train'?\n")
 
 
+def test_an_empty_argument_is_no_folder(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["report", ""])
+    assert "an argument is empty; if it is a variable of the shell, set it" in capsys.readouterr().err
+
+
 FULL = {"trace.json": "No space left on device"}
 UNWRITTEN = "omni-async: not everything could be written: trace.json (No space left on device)\n"
 

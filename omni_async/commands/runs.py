@@ -38,6 +38,8 @@ def runs(options: argparse.Namespace) -> int:
     """Return the exit code. Raises ConfigError, one line, if the folder cannot be read or has no run."""
     try:
         found = list_runs(options.folder)
+    except FileNotFoundError:
+        found = []
     except OSError as error:
         raise ConfigError(f"{options.folder}: cannot be read: {reason_of(error)}") from None
     if not found:

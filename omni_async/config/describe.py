@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 import types
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ _BOUNDS = {
     "min_length": "length >=",
     "pattern": "matching",
 }
+_PLAIN = re.compile(r"[A-Za-z_][\w./]{0,60}")  # YAML needs no quotation marks for it
 
 
 def _strip(annotation: Any) -> tuple[Any, list[msgspec.Meta]]:
@@ -102,6 +104,36 @@ def struct_of(annotation: Any) -> type[msgspec.Struct] | None:
     if isinstance(base, type) and issubclass(base, msgspec.Struct):
         return base
     return next((found for a in get_args(base) if (found := struct_of(a)) is not None), None)
+
+
+def spelling(key: str, annotation: Any, value: Any) -> str:
+    """Return the end of a message about a plain value where a list or a mapping belongs: how to write that value.
+
+    Empty for any other wrong value."""
+    if value is None or isinstance(value, list):
+        return ""
+    base, metas = _strip(annotation)
+    members = [_strip(one)[0] for one in get_args(base)] if get_origin(base) in (Union, types.UnionType) else [base]
+    members = [one for one in members if one is not type(None)]
+    if len(members) != 1 or any(meta.max_length for meta in metas):
+        return ""
+    items = _items_of(members[0])
+    if items and items[-1] is not Ellipsis:
+        return ""
+    section = struct_of(members[0])
+    if isinstance(value, dict):
+        return f"; write {key}=[{{...}}]" if items and section else ""
+    setting = "" if key.rpartition(".")[2].isdecimal() else f"{key}="
+    plain = isinstance(value, int | float) or _PLAIN.fullmatch(value) is not None
+    text = str(value) if plain and not isinstance(value, bool) else "VALUE"
+    if section is not None:
+        names = [*fields_of(section)]
+        if "name" not in names or not isinstance(value, str):
+            return f"; set its keys, such as {names[0]}"
+        text = f"{{name: {text}}}"
+    elif not items:
+        text = "{KEY: VALUE}" if members[0] is Any or get_origin(members[0]) is dict else ""
+    return f"; write {setting}{f'[{text}]' if items else text}" if text else ""
 
 
 def _items_of(annotation: Any) -> tuple[Any, ...]:

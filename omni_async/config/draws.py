@@ -57,13 +57,15 @@ def draws_problems(c: Config) -> Iterator[str]:
             yield f"rollout.{key}: {why}; remove it"
 
 
-def require_latents(drawing: Config | PipelineFamily, command: str) -> None:
+def require_latents(drawing: Config | PipelineFamily, command: str, instead: str = "") -> None:
     """Raise ConfigError if a model draws tokens.
 
     Args:
         drawing: its recipe or its family.
-        command: the command that knows only models that draw latents."""
+        command: the command that knows only models that draw latents.
+        instead: the remedy, if there is one."""
     draws = drawing.draws if isinstance(drawing, PipelineFamily) else drawn(drawing)
     if draws == "tokens":
         name = drawing.name if isinstance(drawing, PipelineFamily) else drawing.model.pipeline
-        raise ConfigError(f"model.pipeline: {name!r} draws tokens, and {command} supports only latents so far")
+        remedy = f"; {instead}" if instead else ""
+        raise ConfigError(f"model.pipeline: {name!r} draws tokens, and {command} supports only latents so far{remedy}")

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from omni_async.config.checks import check
 from omni_async.config.decoding import decode_json
-from omni_async.config.describe import annotation_at, describe, fields_of, names_in, reason, struct_of
+from omni_async.config.describe import annotation_at, describe, fields_of, names_in, reason, spelling, struct_of
 from omni_async.config.hub import no_checkpoint
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.redact import redact, shown
@@ -168,6 +168,8 @@ def _explain(error: msgspec.ValidationError, tree: Any, root: type[msgspec.Struc
     expected = describe(annotation, found) if annotation is not None else text.lower()
     why = reason(annotation, found)
     hint = did_you_mean(found, names_in(annotation)) if isinstance(found, str) else ""
+    if not hint and shown(found) == repr(found):  # not a credential
+        hint = spelling(where, annotation, found)
     return f"{where or 'the file'}: expected {expected}{f' ({why})' if why else ''}, got {shown(found)}{hint}"
 
 

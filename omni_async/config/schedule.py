@@ -79,10 +79,14 @@ def num_existing_devices(config: Config) -> float:
     """Count the job's devices on this machine: roles that request more CPUs than it has share its CPUs.
 
     Emulated devices, accelerators, and the devices of a joined cluster count as requested, because they were
-    allocated."""
-    devices = num_devices(config)
-    allocated = config.emulation is not None or cluster_address(config.run) is not None or _kind(config) == "gpus"
-    return devices if allocated else min(devices, len(os.sched_getaffinity(0)))
+    allocated. The roles of a run in one process share one accelerator, or all of its CPUs."""
+    devices, cpus = num_devices(config), len(os.sched_getaffinity(0))
+    if config.emulation is not None:
+        return devices
+    if config.run.runtime == "inprocess":
+        return min(devices, 1.0) if _kind(config) == "gpus" else cpus
+    allocated = cluster_address(config.run) is not None or _kind(config) == "gpus"
+    return devices if allocated else min(devices, cpus)
 
 
 def _kind(config: Config) -> str:

@@ -22,7 +22,7 @@ from omni_async.config.redact import REFERENCE, is_secret_key, redact_text, show
 from omni_async.config.schema import Config
 from omni_async.config.yaml_text import ConfigError, parse_yaml
 
-_PATHS = (
+PATHS = (
     "model.path",
     "algorithm.teacher.path",
     "data.prompts",
@@ -34,7 +34,7 @@ _PATHS = (
     "run.dir",
 )
 # The kind of repository whose name in the hub's cache may be given as a path.
-_HUB = dict.fromkeys(("model.path", "algorithm.teacher.path"), "model") | dict.fromkeys(
+HUB = dict.fromkeys(("model.path", "algorithm.teacher.path"), "model") | dict.fromkeys(
     ("data.prompts", "data.preferences", "validation.prompts"), "dataset"
 )
 # Parameters that are paths, for scorers with a registered short name. A `module:Class` interprets its own parameters.
@@ -89,7 +89,7 @@ def overridden(tree: dict[str, Any], overrides: Sequence[str], path: Path) -> di
     """Apply the overrides to `tree`, which errors name `path`, and return it. Raises ConfigError."""
     for override in overrides:
         key = set_override(tree, override)
-        for below in _PATHS:
+        for below in PATHS:
             if below == key or below.startswith(f"{key}."):
                 _anchor(tree, below, Path.cwd())
         if f"{key}.".startswith(("reward.scorers.", "reward.servers.")) or key == "reward":
@@ -108,7 +108,7 @@ def files_of(path: Path) -> list[Path]:
 
 def named_paths(tree: Mapping[str, Any]) -> Iterator[str]:
     """Yield the absolute paths of files and folders that a resolved recipe, or a program that it starts, reads."""
-    for key in set(_PATHS) - {"run.dir", "checkpoint.resume"}:
+    for key in set(PATHS) - {"run.dir", "checkpoint.resume"}:
         value: Any = tree
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None
@@ -168,7 +168,7 @@ def _based(
     """Resolve the paths of the tree at `path`, and merge it over its base (`extends`)."""
     with errors_of(path):
         require_plain_tree(tree)
-    for key in _PATHS:
+    for key in PATHS:
         _anchor(tree, key, path.parent)
     _anchor_scorers(tree, path.parent)
     base = tree.pop("extends", None)
@@ -248,7 +248,7 @@ def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
         folder = Path()  # runs are relative to the working directory
         if not given.startswith("~"):
             return
-    section[key] = _resolved(path, given, folder, _HUB.get(path))
+    section[key] = _resolved(path, given, folder, HUB.get(path))
 
 
 def file_of(scorer: str) -> str | None:

@@ -129,6 +129,8 @@ def _no_text(fields: dict[str, Any]) -> str:
         texts = [name for name, cell in fields.items() if isinstance(cell, str)]
         name = next((name for name in ("text", "caption", "Prompt") if name in texts), next(iter(texts), "NAME"))
         got = ", ".join(fields)[:200]
+        if len(fields) == 1 and any(mark in got for mark in ";\t|"):
+            return f"{_NO_FIELD}{got}; the cells of a .csv are separated by commas, those of a .tsv by tabs"
         return f"{_NO_FIELD}{got}; name its column, as data.columns.prompt={name}"
     if (text := fields["prompt"]) is None or isinstance(text, str):
         return "the prompt is empty; write its text, or remove the row"

@@ -197,7 +197,9 @@ def _lines(file: BinaryIO, name: str) -> Iterator[tuple[int, str]]:
             text = content.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
             byte = f"byte {error.object[error.start]:#04x}"
-            raise ConfigError(f"{where}: not UTF-8 text: {byte}: {error.reason}") from None
+            utf16 = number == 1 and content.startswith((b"\xff\xfe", b"\xfe\xff"))
+            hint = "; it is UTF-16, which `iconv -f UTF-16 -t UTF-8` converts" if utf16 else ""
+            raise ConfigError(f"{where}: not UTF-8 text: {byte}: {error.reason}{hint}") from None
         if len(text) > LONGEST_LINE:
             raise ConfigError(f"{where}: the line has {len(text)} characters, more than {LONGEST_LINE}")
         if "\0" in text:

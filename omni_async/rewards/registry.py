@@ -115,7 +115,7 @@ def _object(name: str) -> Any:
         module, _, last = name.rpartition(".")
         own = " or your own 'module:name' or 'path/file.py:name'"
         if module:
-            own += f", as in {f'{module}:{last}'!r}"
+            own += f", as in {f'{name}:name' if last == 'py' else f'{module}:{last}'!r}"
         try:
             point = find_point(name, ENTRY_POINT_GROUP, f"scorer {name!r}", _BUILT_IN, own)
         except ValueError as error:
@@ -260,8 +260,11 @@ def check(config: sections.Scorer, made: Sequence[MediaShape]) -> None:
         raise _refused(config.name, f"cost must be one of {', '.join(base.COSTS)}, got {cost!r}")
     parts = [one.part for one in made]
     if not set(accepts) & set(parts):
-        takes = " or ".join(accepts) + (" (it has no `accepts`)" if declared(scorer).accepts is None else "")
-        raise ScorerConfigError(f"scorer {config.name!r} accepts {takes}, but the samples are {' and '.join(parts)}")
+        takes, made = " or ".join(accepts), " and ".join(parts)
+        if declared(scorer).accepts is None:
+            takes += " (it has no `accepts`)"
+            made += f"; declare accepts = {(*parts,)} in the class, or NAME.accepts = {(*parts,)} below the function"
+        raise ScorerConfigError(f"scorer {config.name!r} accepts {takes}, but the samples are {made}")
     required = declared(scorer).requires
     if missing := [part for part in required if part not in parts]:
         raise _refused(config.name, f"needs samples with {' and '.join(required)}, and they have no {missing[0]}")

@@ -102,8 +102,12 @@ def test_runs_of_a_folder(tmp_path, capsys):
     assert [one["reward"] for one in found] == [None, 0.75] and found[1]["path"] == str(first.path)
 
 
-@pytest.mark.parametrize(("given", "said"), [("empty", "there is no run in"), ("none", "cannot be read: No such file")])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [("empty", "there is no run in"), ("none", "there is no run in"), ("file", "cannot be read: Not a directory")],
+)
 def test_a_folder_without_runs(tmp_path, capsys, given, said):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
     assert main(["runs", str(tmp_path / given)]) == 2
     assert said in capsys.readouterr().err

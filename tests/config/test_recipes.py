@@ -12,6 +12,8 @@ from omni_async.algorithms.checks import problems
 from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import find_objective, objective_names
 from omni_async.config import Config, load
+from omni_async.data.prompts import load_prompts
+from omni_async.data.split import shared_note
 from omni_async.plugins.families import MediaShape, find_family
 from omni_async.rewards import registry as scorers
 from tests.config.recipe import MINIMAL, load_text
@@ -51,6 +53,15 @@ def num_gpus(config: Config) -> float:
     pools = ((pool.workers, pool.resources) for pool in config.reward.pools)
     servers = ((server.replicas, server.resources) for server in config.reward.servers)
     return sum(workers * resources.gpus for workers, resources in (*built_in, *pools, *servers))
+
+
+def test_shipped_prompts_are_trained_on_or_validate() -> None:
+    for path in (path for path in REAL if path not in PUBLISHED):
+        config = load(path)
+        files = config.data.prompts, config.validation and config.validation.prompts
+        if all(files):
+            trained, validation = (load_prompts(str(file), "", 999) for file in files)
+            assert shared_note(trained, validation) is None, path
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=name_of)

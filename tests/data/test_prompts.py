@@ -85,6 +85,11 @@ def test_a_broken_json_line_is_refused_with_its_number(tmp_path, line, why):
     assert message.startswith("data.prompts: ") and "p.jsonl:3: " in message and why in message
 
 
+def test_a_table_with_another_separator_is_refused_with_the_separators(tmp_path):
+    said = refusal(tmp_path, "prompt;target\na;b\n", "p.csv")
+    assert said.endswith("got prompt;target; the cells of a .csv are separated by commas, those of a .tsv by tabs")
+
+
 def test_a_file_that_is_not_there_or_empty_or_not_text_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"^validation\.prompts: no such file: .*nowhere\.txt$"):
         load_prompts(str(tmp_path / "nowhere.txt"), "validation.prompts", 10)
@@ -96,6 +101,7 @@ def test_a_file_that_is_not_there_or_empty_or_not_text_is_refused(tmp_path):
     for content, why in {
         **dict.fromkeys(("", "\n\n", "  \t \n"), "holds no prompts; expected one a line"),
         b"fine\ncaf\xe9\n": "prompts.txt:2: not UTF-8 text: byte 0xe9: ",
+        "a cat".encode("utf-16"): "prompts.txt:1: not UTF-8 text: byte 0xff: invalid start byte; it is UTF-16, which",
         b"a\0b\n": "prompts.txt:1: holds the character U+0000",
         "short\n" + "x" * 51: "prompts.txt:2: the prompt has 51 characters, data.max_prompt_chars allows 50",
     }.items():
@@ -125,8 +131,12 @@ def test_all_wrong_lines_are_named_at_once_ten_at_most(tmp_path):
     said = refusal(tmp_path, "\n".join(lines), "p.jsonl")
     path = tmp_path / "p.jsonl"
     why = NO_PROMPTS['{"prompt": ""}']
-    assert said.startswith(f"data.prompts: {path}:2: {why}; line 3: not v")
-    assert said.endswith(f"; line 18: {why}; and 6 more")
+    also = "(also 14 more: line 4, 6, 8, 10, 12, ...)"
+    assert said.startswith(f"data.prompts: {path}:2: {why} {also}; line 3: not v") and said.count("; line ") == 1
+    said = refusal(tmp_path, "\n".join(f'{{"prompt": {i}}}' for i in range(12)), "p.jsonl")
+    assert said.endswith("got 0; write it in quotation marks (also 11 more: line 2, 3, 4, 5, 6, ...)")
+    distinct = [f"{'x' * (51 + i)}" for i in range(12)]
+    assert refusal(tmp_path, "\n".join(distinct)).endswith("; and 2 more")
 
 
 def test_a_million_prompts_are_read_in_seconds(tmp_path):

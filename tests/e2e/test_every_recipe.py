@@ -143,6 +143,7 @@ def test_commands_in_headers(recipe: Path, tmp_path: Path, monkeypatch: pytest.M
         command = [*_PROGRAMS[program], *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=ENVIRONMENT)
         assert (done.returncode, done.stderr) == (0, ""), done
+        assert "warning: data.prompts" not in done.stdout, "no prompt is cut"
 
     made = left_behind(tmp_path / "recipes" / "tiny" / recipe.name).check_every_group_ended_once()
     assert made.config.staleness.max_updates == 2 and made.config.trainer.updates == 5

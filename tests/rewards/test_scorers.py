@@ -118,7 +118,11 @@ def test_one_scorer_keeps_its_parts_and_several_are_weighed_and_prefixed_with_th
         (f"{__name__}:Loud", (VIDEO,), "accepts audio, but the samples are video"),
         (f"{__name__}:Wrong", (IMAGE,), "accepts must be a tuple of image, video, audio, text, got 'image'"),
         (f"{__name__}:Dear", (AUDIO,), "cost must be one of cpu, model, elsewhere, got 'dear'"),
-        (f"{__name__}:Constant", (VIDEO,), r"accepts image \(it has no `accepts`\), but the samples are video"),
+        (
+            f"{__name__}:Constant",
+            (VIDEO,),
+            r"accepts image \(it has no `accepts`\), but the samples are video; declare accepts = \('video',\) in",
+        ),
         (f"{__name__}:Heir", (VIDEO,), r"accepts image \(it has no `accepts`\), but the samples are video"),
         ("ocr", (VIDEO, AUDIO), None),
         (f"{__name__}:Loud", (VIDEO, AUDIO), None),
@@ -165,6 +169,7 @@ def test_a_failed_score_never_becomes_a_number(scorer, num_prompts, error):
     ("scorer", "message"),
     [
         (config("ocrr"), "'ocrr': expected one of .*or your own 'module:name' or .*, got 'ocrr'; did you mean 'ocr'"),
+        (config("mine.py"), "as in 'mine.py:name', got 'mine.py'"),
         (config("mine.Mine"), "expected one of .*or your own 'module:name' or .*, as in 'mine:Mine', got 'mine.Mine'"),
         (config("jpeg_size", qualty=3), "takes no parameter 'qualty'; it takes quality, sign, scale"),
         (config("jpeg_size", quality=300), "parameter 'quality': Expected `int` <= 95, got 300"),

@@ -5,21 +5,24 @@ from __future__ import annotations
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from omni_async.config import Config, ConfigError
 from omni_async.config.schema import Data
+from omni_async.data.bad_places import kind_of
 from omni_async.data.prompts import PromptCheck, each_prompt
 from omni_async.data.tables import open_table
 from omni_async.types import Prompt
 
 _SHOWN = 10
+_PLACES = 5  # further rows with the same error that are named
 _INVISIBLE = ("Cf", "Cc", "Zs", "Zl", "Zp")  # categories of Unicode: formats, controls, spaces
 
 
 class Examined(NamedTuple):
-    """What was found. `errors`: a line for each row that a run refuses, at most ten; `lines`: everything else."""
+    """What was found. `errors`: a line for each reason to refuse rows, at most ten; `lines`: everything else."""
 
     errors: list[str]
     lines: list[str]
@@ -52,27 +55,43 @@ def examined(data: Data, config: Config | None) -> Examined:
     table = open_table(str(data.prompts), "data.prompts")
     places: list[str] = []
     prompts: list[Prompt] = []
-    errors: list[str] = []
+    errors: list[tuple[str, str]] = []
     for where, _, found in each_prompt(table, data.max_prompt_chars, checks, data.columns):
         if isinstance(found, str):
-            errors.append(f"{where}: {found}")
+            errors.append((where, found))
         elif not _visible(found.text):
-            errors.append(f"{where}: the prompt {ascii(found.text)[:80]} has only invisible characters; remove the row")
+            problem = f"the prompt {ascii(found.text)[:80]} has only invisible characters; remove the row"
+            errors.append((where, problem))
         else:
             places.append(where)
             prompts.append(found)
     lines = [*_counts(prompts, len(errors)), *_repeated(prompts, places), *_doubtful(prompts, places)]
     if limits is not None and prompts:
         key = "data.prompts"
-        errors += [f"{places[position]}: {problem}" for position, problem in limits.problems(key, prompts).items()]
+        errors += [(places[position], problem) for position, problem in limits.problems(key, prompts).items()]
         for tokenizer, (most, counts) in limits.lengths(key, prompts).items():
             middle, longer = counts[len(counts) // 2], sum(count > most for count in counts)
             lines.append(
                 f"tokens by {tokenizer}: median {middle}, longest {counts[0]}, limit {most:g}, above it {longer}"
             )
         lines += [note for note in dict.fromkeys(limits.notes) if "not counted" in note]
-    more = [f"and {len(errors) - _SHOWN} more"] if len(errors) > _SHOWN else []
-    return Examined([*errors[:_SHOWN], *more], lines)
+    if not prompts and not errors:
+        errors.append((f"data.prompts: {data.prompts}", f"holds no prompts; expected one a {table.place}"))
+    return Examined(_by_reason(errors), lines)
+
+
+def _by_reason(errors: Sequence[tuple[str, str]]) -> list[str]:
+    """Return a line for each reason, with its first place and the number of the others, at most ten lines."""
+    alike: dict[str, list[tuple[str, str]]] = {}
+    for where, reason in errors:
+        alike.setdefault(kind_of(reason), []).append((where, reason))
+    lines = []
+    for (first, reason), *others in islice(alike.values(), _SHOWN):
+        numbers = ", ".join(where.rpartition(":")[2].strip() for where, _ in others[:_PLACES])
+        more = f" (also {len(others)} more: {numbers}{', ...' if len(others) > _PLACES else ''})" if others else ""
+        lines.append(f"{first}: {reason}{more}")
+    left = len(errors) - sum(map(len, islice(alike.values(), _SHOWN)))
+    return [*lines, *([f"and {left} more"] if left else [])]
 
 
 def _visible(text: str) -> bool:

@@ -27,9 +27,17 @@ def one_file(page: dict[str, Any]) -> str:
         f'<script type="application/json" id="data">{json_in_html(page)}</script>\n'
         '<script>omniAsync.page.render(JSON.parse(document.getElementById("data").textContent))</script>'
     )
-    for place, content in {"policy": policy, "loading": "Loading the page ...", "boot": boot}.items():
+    places = {"policy": policy, "loading": "Loading the page ...", "boot": boot, "verdict": _verdict(page)}
+    for place, content in places.items():
         text = text.replace(f"<!-- {place} -->", content)
     return text.replace("<title>omni-async</title>", f"<title>{html.escape(page['title'])} · omni-async</title>")
+
+
+def _verdict(page: dict[str, Any]) -> str:
+    """Return the first section's title and texts, for readers without JavaScript."""
+    first = page["sections"][0]
+    texts = [block["text"] for block in first["blocks"] if block["kind"] == "text"]
+    return "".join([f"<h1>{html.escape(first['title'])}</h1>", *(f"<div>{html.escape(text)}</div>" for text in texts)])
 
 
 def as_json(data: Any) -> bytes:

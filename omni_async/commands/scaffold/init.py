@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from omni_async.accelerator import most_accelerators
-from omni_async.commands.command_line import print_line
+from omni_async.commands.command_line import print_error, print_line
 from omni_async.commands.scaffold.asking import Questions
 from omni_async.commands.scaffold.commented import commented_yaml
 from omni_async.commands.scaffold.proposals import (
+    Size,
     engine_for,
     find_model,
     fits,
     objectives_for,
     propose_reward,
+    propose_size,
     propose_validation,
     read_objective,
     read_prompts,
@@ -32,7 +34,7 @@ from omni_async.config import reward as sections
 from omni_async.config.load import decode
 from omni_async.config.schema import Data, Validation
 from omni_async.config.section import size_text
-from omni_async.config.tree import errors_of, file_of, path_params, set_override
+from omni_async.config.tree import PATHS, errors_of, file_of, path_params, set_override
 from omni_async.config.yaml_text import parse_yaml
 from omni_async.data.tables import SUFFIXES, Columns
 from omni_async.plugins.families import PipelineFamily, SamplingSpec
@@ -58,13 +60,15 @@ def init(options: argparse.Namespace) -> int:
     options.recipe = recipe
     if recipe.exists():
         raise ConfigError(f"{recipe}: is there already; name another file, or remove it")
-    answers, prompts = _answers(options, Questions(options.ask))
+    answers, prompts, size = _answers(options, Questions(options.ask))
     tree = compose(answers)
     overridden = {set_override(tree, override) for override in options.overrides}
     with errors_of(recipe):
         decode(tree, Config)
     _rebase(tree, recipe.parent)
     reasons = REASONS | {"algorithm.name": answers.objective.summary}
+    if size.source:
+        reasons |= dict.fromkeys(("rollout.sampling.height", "rollout.sampling.width"), size.source)
     reasons = {path: reason for path, reason in reasons.items() if path not in overridden}
     made = f"{answers.objective.name} on {answers.family.name}, {prompts} prompts, reward {answers.reward.name}"
     commands = [f"  omni-async {command} {shlex.quote(str(recipe))}" for command in ("check", "train")]
@@ -77,16 +81,19 @@ def init(options: argparse.Namespace) -> int:
     text = commented_yaml("\n".join(head), tree, reasons, answers.family.sampling)
     _write_checked(recipe, text, answers.devices)
     sys.stdout.write("\n".join([f"wrote {recipe}: {made}", "next:", *commands, ""]))
+    if size.warning and not any(path.startswith("rollout.sampling") for path in overridden):
+        print_error(size.warning)
     return 0
 
 
-def _answers(options: argparse.Namespace, questions: Questions) -> tuple[Answers, int]:
-    """Return the answers, and the number of prompts."""
+def _answers(options: argparse.Namespace, questions: Questions) -> tuple[Answers, int, Size]:
+    """Return the answers, the number of prompts, and the proposed size of samples."""
     question = "Checkpoint folder in diffusers layout"
     model, (family, size) = questions.answer(
         "--model", options.model, question, None, lambda path: (path, find_model(path))
     )
-    spec = _spec(family.sampling, options.overrides)
+    proposed = propose_size(model, family, size)
+    spec = _spec(family.sampling, proposed.sampling, options.overrides)
     made = " and ".join(dict.fromkeys(shape.part for shape in spec.media()))
     questions.say(f"{family.name}, {size_text(size)} of weights to train; it makes {made}")
     with errors_of(options.recipe):
@@ -121,8 +128,11 @@ def _answers(options: argparse.Namespace, questions: Questions) -> tuple[Answers
         "how many accelerators there are, which only their driver knows",
     )
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", options.recipe.stem).lstrip(".-")[:80] or "run"
-    answers = Answers(name, family, model, size, path, validation, reward, objective, devices, engine_for(family))
-    return answers, len(prompts)
+    answers = Answers(
+        *(name, family, model, size, path, validation, reward, objective, devices, engine_for(family)),
+        sampling=proposed.sampling,
+    )
+    return answers, len(prompts), proposed
 
 
 def _overridden_validation(options: argparse.Namespace) -> str | None:
@@ -153,12 +163,12 @@ def _section(overrides: Sequence[str], name: str) -> Any:
     return tree[name]
 
 
-def _spec(sampling: type[SamplingSpec], overrides: Sequence[str]) -> SamplingSpec:
-    """Return the family's sample with the overrides, or its defaults if they are invalid: `load` reports the error."""
+def _spec(sampling: type[SamplingSpec], proposed: Tree, overrides: Sequence[str]) -> SamplingSpec:
+    """Return the proposed sample with the overrides, without them if they are invalid: `load` reports the error."""
     try:
-        return decode(_section(overrides, "rollout")["sampling"], sampling)
+        return decode(proposed | _section(overrides, "rollout")["sampling"], sampling)
     except (ConfigError, KeyError, TypeError):
-        return sampling()
+        return decode(proposed, sampling)
 
 
 def _reward(options: argparse.Namespace, questions: Questions, prompts: Sequence[Prompt], spec: SamplingSpec) -> Reward:
@@ -203,17 +213,23 @@ def _devices(given: str) -> int:
 def _rebase(tree: Tree, folder: Path) -> None:
     """Turn paths relative to the working directory into paths relative to the recipe's folder, as a recipe requires.
 
-    A hub's `owner/name` stays unchanged."""
+    A hub's `owner/name` stays unchanged, and so does `run.dir`, which is relative to the working directory of a run."""
     reward = tree["reward"]
-    places = [(tree["model"], "path"), (tree["data"], "prompts"), (tree["validation"] or {}, "prompts")]
-    places += [(server, "model") for server in reward.get("servers", ())]
+    places = [(server, "model") for server in reward.get("servers", ())]
+    for path in set(PATHS) - {"run.dir", "emulation.profile"}:
+        *names, key = path.split(".")
+        section = tree
+        for name in names:
+            section = section.get(name) or {}
+        places.append((section, key))
     for scorer in reward.get("scorers", ()):
         if (file := file_of(scorer["name"])) is not None and not Path(file).is_absolute():
             scorer["name"] = os.path.relpath(file, folder) + scorer["name"][len(file) :]
         places += [(scorer.get("params", {}), key) for key in path_params(scorer["name"])]
     for section, key in places:
         given = section.get(key)
-        if isinstance(given, str) and not Path(given).is_absolute() and Path(given).exists():
+        made = section is reward.get("cache")  # by the run, so it need not exist yet
+        if isinstance(given, str) and not Path(given).expanduser().is_absolute() and (made or Path(given).exists()):
             section[key] = os.path.relpath(given, folder)
 
 

@@ -9,8 +9,12 @@ import contextlib
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import Objective, find_objective, objective_names
@@ -18,7 +22,8 @@ from omni_async.config import ConfigError
 from omni_async.config import reward as sections
 from omni_async.config.draws import require_latents
 from omni_async.config.hub import downloaded
-from omni_async.config.load import family_of
+from omni_async.config.load import CONFIG, decode, family_of, read_model_json
+from omni_async.config.tree import read_tree
 from omni_async.data.prompts import load_prompts
 from omni_async.data.tables import NO_COLUMNS, Columns
 from omni_async.plugins.entry_points import not_one_of
@@ -31,6 +36,11 @@ _LINE_HEIGHT = 256  # pixels; an image of at most this height holds a line of te
 # The first of these scorers that fits the prompts and the model's media is proposed; the last ones accept any prompt.
 _BY_PROMPT = ("scene_text", "object_checks")
 _BY_MEDIA = ("motion_smoothness", "pick_score")
+_TOKENS = "`omni-async init --from read_digits` copies a recipe to change (docs/models/qwen_omni.md)"
+_PUBLISHED = 100_000_000  # bytes of weights; smaller checkpoints are made for tests, at smaller sizes
+_SIDE = 16  # pixels; a side is a multiple
+_EXPORTED = "recipe.yaml"  # of an export
+_MOST_RECIPES = 20  # read next to a checkpoint
 _FEWEST_TO_SPLIT = 20  # texts; a tenth of fewer measures nothing
 _HELD_OUT = ("validation", "valid", "val", "test", "eval", "heldout")
 
@@ -46,9 +56,61 @@ def find_model(model: str) -> tuple[PipelineFamily, int]:
         family = find_family(family_of(folder))
     except ValueError as error:
         raise ConfigError(f"--model: {str(error).removeprefix('model.path: ')}") from None
-    require_latents(family, "init")
+    require_latents(family, "init", _TOKENS)
     files = (file for name in family.components for file in (folder / name).glob("*.safetensors"))
     return family, sum(file.stat().st_size for file in files)
+
+
+@dataclass(frozen=True)
+class Size:
+    """The proposed keys of `rollout.sampling`, where they are from, and a warning if they may not fit the checkpoint.
+
+    `source` and `warning` are empty if there is none."""
+
+    sampling: dict[str, Any]
+    source: str = ""
+    warning: str = ""
+
+
+def propose_size(model: str, family: PipelineFamily, weight_bytes: int) -> Size:
+    """Return the size of samples for a checkpoint: of a recipe that comes with it, else what its configuration has.
+
+    Without either it is the family's default."""
+    folder = Path(model).expanduser()
+    folder = (folder if folder.exists() else downloaded(model) or folder).resolve()
+    default = msgspec.structs.asdict(family.sampling())
+    for recipe in [folder / _EXPORTED, *sorted(folder.parent.glob("*.yaml"))[:_MOST_RECIPES]]:
+        with contextlib.suppress(ConfigError, OSError, AttributeError):  # a file next to a model may be no recipe
+            tree = read_tree(recipe, ())
+            named, own = tree.get("model") or {}, (tree.get("rollout") or {}).get("sampling")
+            fitting = recipe.parent == folder or named.get("path") == str(folder)
+            if fitting and (named.get("pipeline") or family.name) == family.name and isinstance(own, dict):
+                spec = decode(own, family.sampling)
+                return Size(msgspec.structs.asdict(spec), f"as in {recipe.name}, which comes with the model")
+    if not {"height", "width"} <= default.keys():
+        return Size(default)
+    sides = f"{default['width']}x{default['height']}"
+    if (side := _trained_side(folder)) is not None:
+        if side >= min(default["height"], default["width"]):
+            return Size(default)
+        return Size({**default, "height": side, "width": side}, "the size that the model's configuration has")
+    if weight_bytes >= _PUBLISHED:
+        return Size(default)
+    return Size(
+        default,
+        warning=f"warning: {model} is small, and its files do not give the size that it was trained at; {sides} is the"
+        " family's default; rollout.sampling.height=N and rollout.sampling.width=N set another",
+    )
+
+
+def _trained_side(folder: Path) -> int | None:
+    """Return the side in pixels of the images that a checkpoint was trained on, by its `sample_size`; None without."""
+    try:
+        latent = read_model_json(folder / "transformer" / CONFIG)["sample_size"]
+        side = latent * 2 ** (len(read_model_json(folder / "vae" / CONFIG)["block_out_channels"]) - 1)
+    except (ConfigError, KeyError, TypeError):
+        return None
+    return side if isinstance(side, int) and side >= _SIDE and side % _SIDE == 0 else None
 
 
 def read_prompts(

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import Objective
 from omni_async.config import ConfigError
@@ -96,6 +94,7 @@ class Answers:
     objective: Objective
     devices: int
     engine: str
+    sampling: Tree
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ def _base(answers: Answers, split: Split) -> Tree:
         "rollout.engine": answers.engine,
         "rollout.workers": split.rollout,
         "rollout.group_size": group,
-        "rollout.sampling": msgspec.structs.asdict(answers.family.sampling()),
+        "rollout.sampling": answers.sampling,
         "rollout.num_inference_steps": _STEPS,
         "rollout.max_inflight": 2 * group,
         "rollout.max_batch": 2 * group,

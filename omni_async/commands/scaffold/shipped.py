@@ -32,13 +32,18 @@ def copy_recipes(name: str) -> str:
     """Copy a shipped folder of recipes, and the folders that it extends, to `recipes/`; return lines for the console.
 
     Raises ConfigError, one line, for an unknown name, an existing folder, or a folder that cannot be written."""
-    source, target = shipped("recipes"), _RECIPES / name
-    names = sorted(path.name for path in source.iterdir() if path.is_dir())
-    if name not in names:
-        raise ConfigError(f"--from: {not_one_of(name, names)}")
+    source = shipped("recipes")
+    folders = {path.parent.relative_to(source) for path in source.rglob("*.yaml")}
+    known = {folder.name: folder for folder in sorted(folders, reverse=True)}
+    found = known.get(name) or next((folder for folder in folders if str(folder) == name.rstrip("/")), None)
+    if found is None:
+        raise ConfigError(f"--from: {not_one_of(name, sorted(known))}")
+    if found.parts[0] in _extended(source / found, source):
+        found = Path(found.parts[0])
+    target = _RECIPES / found
     if target.exists():
         raise ConfigError(f"--from: {target}: is there already; work with it, or remove it")
-    wanted, copied = [name], list[str]()
+    wanted, copied = [str(found)], list[str]()
     while wanted:
         folder = wanted.pop()
         if folder in copied:

@@ -113,7 +113,7 @@ class LiveRun:
             self.problem = self.follower.problem
         except OSError as error:
             self.problem = f"the run's folder cannot be read: {error.strerror or error} ({error.filename})"
-        except Exception as error:  # noqa: BLE001 (a run folder may hold anything: the page says so, and goes on)
+        except Exception as error:  # noqa: BLE001 (a run folder may hold anything: the page reports it)
             self.problem = f"the run's folder cannot be read: {type(error).__name__}: {error}"
         await self._tell()
         took += time.thread_time() - began
@@ -154,7 +154,7 @@ class LiveRun:
             self.report_number += 1
             self._reported = changes if made.is_whole else -1  # missing parts are due at once
             await self._tell()
-        except Exception as error:  # noqa: BLE001 (the page says so, and goes on without)
+        except Exception as error:  # noqa: BLE001 (the page reports it)
             self.report_problem = f"the report's sections cannot be made: {type(error).__name__}: {error}"
             self._report_after = time.monotonic() + 60.0
         finally:

@@ -348,7 +348,7 @@ def repeated_faults(seen: Seen) -> Alert | None:
         f"{part} was lost {recent.count(part)} times within an hour, the last time because {why}; each loss costs what"
         " it had under way and its loading.",
         "Look for what ends it: memory (dmesg says so of the kernel), a time-out that is too short, a faulty device.",
-        "reliability.md#what-dies-while-the-run-goes-on",
+        "reliability.md#what-dies-while-the-run-continues",
     )
 
 

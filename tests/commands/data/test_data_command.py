@@ -127,3 +127,18 @@ def test_pairs_of_pick_a_pic(capsys):
     pairs = PreferencePairs("pairs.parquet")
     assert [prompt.text for prompt in pairs.prompts()] == ["p0", "p2"]
     assert [[media.image[0, 0, 0] for media in pairs.media(i)] for i in range(2)] == [[200, 10], [10, 200]]
+
+
+def test_a_table_without_rows_is_refused_as_a_run_does(capsys, folder):
+    Path("p.csv").write_text("prompt,target\n")
+    said = f"omni-async: data.prompts: {folder}/p.csv: holds no prompts; expected one a line"
+    assert told(capsys, "check", "p.csv", code=1)[0] == said
+
+
+def test_a_reason_that_many_rows_share_is_one_line(capsys, folder):
+    Path("p.jsonl").write_text('{"prompt": "a"}\n' + '{"prompt": ""}\n' * 12 + '{"prompt": 3}\n')
+    found = told(capsys, "check", "p.jsonl", code=1)
+    where = f"omni-async: data.prompts: {folder}/p.jsonl"
+    empty = "the prompt is empty; write its text, or remove the row"
+    assert found[0] == f"{where}:2: {empty} (also 11 more: 3, 4, 5, 6, 7, ...)" and found[1].startswith(f"{where}:14: ")
+    assert found[2] == "readable prompts: 1; rows that a run would refuse: 13"

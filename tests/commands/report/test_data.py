@@ -11,6 +11,7 @@ import pytest
 
 from omni_async.commands.report.blocks import MOST_POINTS, thinned
 from omni_async.commands.report.data import SECTIONS
+from omni_async.commands.report.file import one_file
 from omni_async.commands.report.numbers import estimate, number, seconds
 from omni_async.commands.report.waiting import STATES, shares
 from omni_async.records.read.record import read_run
@@ -29,6 +30,12 @@ def test_every_section_of_a_run_has_something_and_all_of_it_is_json(emulated):
     assert [one["id"] for one in made["sections"]] == [*SECTIONS]
     assert all(one["blocks"] or one["tabs"] for one in made["sections"])
     json.dumps(made, allow_nan=False)
+
+
+def test_a_file_has_the_verdict_for_readers_without_javascript():
+    blocks = [{"kind": "facts", "items": []}, {"kind": "text", "text": "The run is done.", "tone": "plain"}]
+    text = one_file({"title": "run", "sections": [{"title": "It learned: 0.2 > 0.1", "blocks": blocks}]})
+    assert "<h1>It learned: 0.2 &gt; 0.1</h1><div>The run is done.</div></noscript>" in text
 
 
 def test_curves_hold_the_numbers_of_metrics_jsonl(painted):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from omni_async import cli
 from omni_async.algorithms.registry import objective_names
 from omni_async.commands.scaffold import init as scaffold
 from omni_async.commands.scaffold.asking import Questions
-from omni_async.commands.scaffold.proposals import objectives_for, read_objective
+from omni_async.commands.scaffold.proposals import objectives_for, propose_size, read_objective
 from omni_async.commands.scaffold.recipe import Reward, share_out
 from omni_async.config import ConfigError, load
 from omni_async.config.describe import description, walk
@@ -102,10 +103,50 @@ def test_a_recipe_for_every_family_passes_check(family, devices, built, workplac
 @pytest.mark.sliced(floor=4)
 @pytest.mark.parametrize("algorithm", [name for name in objective_names() if not name.startswith("token_")])
 def test_a_recipe_of_every_algorithm_passes_check(algorithm, workplace):
-    teacher = [f"algorithm.teacher.path={QUICKSTART}/checkpoint"] if algorithm == "distill" else []
-    config = written(*DIGITS, "--algorithm", algorithm, "--devices", "0", *SMALL, *teacher)
-    assert config.algorithm.name == algorithm
+    (workplace / "teacher").symlink_to(QUICKSTART / "checkpoint")
+    teacher = ["algorithm.teacher.path=teacher"] if algorithm == "distill" else []
+    config = written(*DIGITS, "--algorithm", algorithm, "--devices", "0", *teacher)
+    assert config.algorithm.name == algorithm and config.rollout.sampling.height == 64  # as in quickstart.yaml
     assert config.validation is not None and config.validation.prompts == f"{QUICKSTART}/prompts_validation.jsonl"
+
+
+def test_a_relative_path_of_an_override_is_rewritten(workplace):
+    config = written(*DIGITS, "--devices", "0", "reward.cache.path=new/there.sqlite")
+    assert yaml.safe_load(Path("new/my.yaml").read_text())["reward"]["cache"]["path"] == "there.sqlite"
+    assert config.reward.cache.path == str(workplace / "new" / "there.sqlite")
+
+
+@pytest.mark.parametrize(
+    ("config", "side", "warned"),
+    [
+        ({"sample_size": 8}, 64, False),
+        ({"sample_size": 128}, 512, False),
+        ({}, 512, True),
+        ({"sample_size": 1}, 512, True),
+    ],
+)
+def test_the_size_is_of_the_checkpoint_or_a_warning_says_that_it_is_unknown(config, side, warned, workplace):
+    for part, content in (("transformer", config), ("vae", {"block_out_channels": [1] * 4})):
+        (workplace / "model" / part).mkdir(parents=True)
+        (workplace / "model" / part / "config.json").write_text(json.dumps(content))
+    size = propose_size("model", find_family("stable_diffusion_3"), 10**6)
+    assert (size.sampling["height"], size.sampling["width"]) == (side, side)
+    assert ("512x512 is the family's default" in size.warning) is warned
+    assert not propose_size("model", find_family("stable_diffusion_3"), 10**9).warning
+
+
+def test_an_unknown_size_is_a_warning_with_the_keys(workplace, capsys):
+    shutil.copytree(QUICKSTART / "checkpoint", "alone")
+    arguments = ["--yes", "--model", "alone", "--prompts", "signs.jsonl", "--devices", "0", "--reward", "jpeg_size"]
+    assert cli.main(["init", "large.yaml", *arguments]) == 0
+    assert "rollout.sampling.height=N" in capsys.readouterr().err
+    assert cli.main(["init", "small.yaml", *arguments, *SMALL]) == 0 and capsys.readouterr().err == ""
+
+
+def test_a_model_that_draws_tokens_is_refused_with_its_recipe(workplace, capsys):
+    model = QUICKSTART / "read_digits" / "checkpoint"
+    told = refused(capsys, "--model", str(model), "--prompts", "lines.txt")
+    assert told.endswith("; `omni-async init --from read_digits` copies a recipe to change (docs/models/qwen_omni.md)")
 
 
 def test_a_commented_recipe_and_the_next_commands_are_shown(workplace, capsys):
@@ -307,7 +348,12 @@ def test_devices_are_shared_out_by_the_work_of_either_half():
 
 
 @pytest.mark.parametrize(
-    ("name", "folders"), [("quickstart", {"quickstart"}), ("emulated", {"emulated", "qwen_image_ocr", "wan22_dance"})]
+    ("name", "folders"),
+    [
+        ("quickstart", {"quickstart"}),
+        ("emulated", {"emulated", "qwen_image_ocr", "wan22_dance"}),
+        ("quickstart/read_digits", {"quickstart"}),
+    ],
 )
 def test_shipped_recipes_are_copied(tmp_path, monkeypatch, capsys, name, folders):
     """With the folders that they extend, so that they load."""
@@ -319,6 +365,15 @@ def test_shipped_recipes_are_copied(tmp_path, monkeypatch, capsys, name, folders
         load(recipe)
     assert cli.main(["init", "--from", name]) == 2
     assert f"recipes/{name}: is there already" in capsys.readouterr().err
+
+
+def test_a_recipe_within_a_folder_is_copied_alone_or_with_the_folder_that_it_extends(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init", "--from", "read_digits"]) == 0
+    assert [path.name for path in (tmp_path / "recipes" / "quickstart").iterdir()] == ["read_digits"]
+    shutil.rmtree(tmp_path / "recipes")
+    assert cli.main(["init", "--from", "algorithms"]) == 0
+    load(tmp_path / "recipes" / "quickstart" / "algorithms" / "gspo.yaml")
 
 
 @pytest.mark.parametrize(

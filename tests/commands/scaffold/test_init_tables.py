@@ -66,7 +66,7 @@ def test_a_wrong_column_is_reported_once(capsys):
     said = refused(capsys, "--prompts", "p.parquet")
     assert said == (
         "--prompts: p.parquet: row 0: expected a field `prompt`, got caption, answer; name its column, as"
-        " data.columns.prompt=caption; and 11 more"
+        " data.columns.prompt=caption (also 11 more: row 1, 2, 3, 4, 5, ...)"
     )
     said = refused(capsys, "data.prompts=p.parquet", "data.columns.prompt=captoin")
     why = "no row has 'captoin', which data.columns.prompt names; it has caption, answer"

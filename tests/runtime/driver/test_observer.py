@@ -330,12 +330,17 @@ def test_texts_are_in_the_grid_and_in_the_table(tmp_path):
     assert _media(live, 2, "a prompt") == [{"text": "<b>42</b>\n"}, {"text": ""}]
 
 
+GPUS = {"rollout": {"gpus": 1}, "trainer": {"gpus": 0.5}}
+
+
 @pytest.mark.parametrize(
     ("cpus", "sections", "devices"),
     [
-        (8, {"placement": {"rollout": {"gpus": 1}, "trainer": {"gpus": 0.5}}}, 2.5),  # CPUs do not count then
-        (8, {"placement": {"reward": {"cpus": 0.5}}}, 4.0),
-        (2, {}, 2.0),  # the machine has no more
+        (8, {"placement": GPUS, "run": {"runtime": "ray"}}, 2.5),  # CPUs do not count then
+        (8, {"placement": {"reward": {"cpus": 0.5}}, "run": {"runtime": "ray"}}, 4.0),
+        (2, {"run": {"runtime": "ray"}}, 2.0),  # the machine has no more
+        (8, {"placement": GPUS}, 1.0),  # one process uses one accelerator, or all CPUs
+        (8, {}, 8.0),
         (2, {"run": {"ray_address": "auto", "runtime": "ray"}}, 5.0),  # handed out by a cluster that has them
         (2, {"emulation": {"profile": "p.json"}}, 5.0),  # none of this machine's
     ],

@@ -504,3 +504,12 @@ async def test_scorers_are_tried_unless_their_pool_has_gpus(pooled, monkeypatch,
     assert len(answers) == (1 if pooled else 2) and (pooled or ", shade 2 for a synthetic sample, in" in answers[1])
     assert len(notes) == 1 and ("pools with gpus are tried when the run starts" in notes[0]) is pooled
     assert pooled or "s a sample on the CPU; placement.reward.gpus, or a pool" in notes[0]
+
+
+def test_the_digest_of_a_large_model_is_announced(tmp_path):
+    lines: list[str] = []
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        for size in (2**20, 5 * 2**30):  # sparse
+            file.truncate(size)
+            module._tell_digests(tmp_path, lines.append)
+    assert lines == [f"computing the digest of 5 GiB of weights in {tmp_path.name}"]
