@@ -260,11 +260,11 @@ def check(config: sections.Scorer, made: Sequence[MediaShape]) -> None:
         raise _refused(config.name, f"cost must be one of {', '.join(base.COSTS)}, got {cost!r}")
     parts = [one.part for one in made]
     if not set(accepts) & set(parts):
-        takes, made = " or ".join(accepts), " and ".join(parts)
+        takes, drawn = " or ".join(accepts), " and ".join(parts)
         if declared(scorer).accepts is None:
             takes += " (it has no `accepts`)"
-            made += f"; declare accepts = {(*parts,)} in the class, or NAME.accepts = {(*parts,)} below the function"
-        raise ScorerConfigError(f"scorer {config.name!r} accepts {takes}, but the samples are {made}")
+            drawn += f"; declare accepts = {(*parts,)} in the class, or NAME.accepts = {(*parts,)} below the function"
+        raise ScorerConfigError(f"scorer {config.name!r} accepts {takes}, but the samples are {drawn}")
     required = declared(scorer).requires
     if missing := [part for part in required if part not in parts]:
         raise _refused(config.name, f"needs samples with {' and '.join(required)}, and they have no {missing[0]}")
