@@ -9,6 +9,7 @@ over the answers that count: those that `algorithm.answers.overlong` leaves in t
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -117,7 +118,7 @@ class TokenLoss(ComputedLoss):
             nats = self._drift(rows, value).cpu().split(lengths)
             for sample, own, its in zip(rows.samples, value.cpu().split(lengths), nats, strict=True):
                 self._proximal[group.sample_ids[sample]] = own
-                found[sample] = SampleDrift(tuple(its.tolist()), None, 1, tuple(range(len(its))))
+                found[sample] = SampleDrift(array("d", its.numpy().tobytes()), None, 1, range(len(its)))
         return [found[sample] for sample in sorted(found)]
 
     def gradient_normaliser(self) -> tuple[float, float]:
