@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise, repeat
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -117,14 +117,24 @@ class VersionSpans(msgspec.Struct, frozen=True, gc=False):
         return VersionSpans(tuple(kept))
 
 
-class PromptImage(msgspec.Struct, frozen=True, gc=False):
-    """An image that a prompt carries: the absolute path of its file, and the digest of the file's bytes.
+class PromptFile(msgspec.Struct, frozen=True, gc=False):
+    """A file that a prompt carries: its absolute path, and the digest of its bytes.
 
-    A generated image has no file: `content` holds its encoded bytes, and `path` describes it."""
+    Without a file, as for a generated image, `content` holds the bytes, and `path` describes them."""
+
+    part: ClassVar[str]
 
     path: str
     digest: str
     content: bytes | None = None
+
+
+class PromptImage(PromptFile, frozen=True, gc=False):
+    part: ClassVar[str] = "image"
+
+
+class PromptAudio(PromptFile, frozen=True, gc=False):
+    part: ClassVar[str] = "audio"
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -139,12 +149,19 @@ class Prompt(msgspec.Struct, frozen=True):
     metadata: dict[str, Any] = {}
     images: tuple[PromptImage, ...] = ()
     negative_prompt: str | None = None
+    audio: tuple[PromptAudio, ...] = ()
 
     @property
     def content(self) -> list[Any]:
-        """Return all of it but its position, for digests: images by their digests, and no absent negative prompt."""
+        """Return all of it but its position, for digests: files by their digests, and nothing for an absent part."""
         negative = [] if self.negative_prompt is None else [self.negative_prompt]
-        return [self.text, self.target, self.metadata, [image.digest for image in self.images], *negative]
+        heard = [[one.digest for one in self.audio]] if self.audio else []
+        return [self.text, self.target, self.metadata, [image.digest for image in self.images], *negative, *heard]
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Return the digests of its files: of images, then of audio."""
+        return tuple(one.digest for one in (*self.images, *self.audio))
 
 
 class SdeWindow(msgspec.Struct, frozen=True, gc=False):
