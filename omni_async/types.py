@@ -8,9 +8,9 @@ contents, so they are part of no cycle unless an object behind a reference leads
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise, repeat
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -117,14 +117,24 @@ class VersionSpans(msgspec.Struct, frozen=True, gc=False):
         return VersionSpans(tuple(kept))
 
 
-class PromptImage(msgspec.Struct, frozen=True, gc=False):
-    """An image that a prompt carries: the absolute path of its file, and the digest of the file's bytes.
+class PromptFile(msgspec.Struct, frozen=True, gc=False):
+    """A file that a prompt carries: its absolute path, and the digest of its bytes.
 
-    A generated image has no file: `content` holds its encoded bytes, and `path` describes it."""
+    Without a file, as for a generated image, `content` holds the bytes, and `path` describes them."""
+
+    part: ClassVar[str]
 
     path: str
     digest: str
     content: bytes | None = None
+
+
+class PromptImage(PromptFile, frozen=True, gc=False):
+    part: ClassVar[str] = "image"
+
+
+class PromptAudio(PromptFile, frozen=True, gc=False):
+    part: ClassVar[str] = "audio"
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -139,12 +149,19 @@ class Prompt(msgspec.Struct, frozen=True):
     metadata: dict[str, Any] = {}
     images: tuple[PromptImage, ...] = ()
     negative_prompt: str | None = None
+    audio: tuple[PromptAudio, ...] = ()
 
     @property
     def content(self) -> list[Any]:
-        """Return all of it but its position, for digests: images by their digests, and no absent negative prompt."""
+        """Return all of it but its position, for digests: files by their digests, and nothing for an absent part."""
         negative = [] if self.negative_prompt is None else [self.negative_prompt]
-        return [self.text, self.target, self.metadata, [image.digest for image in self.images], *negative]
+        heard = [[one.digest for one in self.audio]] if self.audio else []
+        return [self.text, self.target, self.metadata, [image.digest for image in self.images], *negative, *heard]
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Return the digests of its files: of images, then of audio."""
+        return tuple(one.digest for one in (*self.images, *self.audio))
 
 
 class SdeWindow(msgspec.Struct, frozen=True, gc=False):
@@ -321,9 +338,10 @@ class TrainGroup(msgspec.Struct, frozen=True):
     `version` is the policy version trained from; `step_versions` are the versions that took each sample's trained
     steps. `spec` is the `SamplingSpec` of all samples. `seeds` determine a sample's training noise and its subset of
     steps; the two samples of a preference pair share one. `weights[i][k]`, if given, are importance weights computed
-    over the whole update; they replace weights that the trainer would compute from the group alone. `proximal_ratio`:
-    the ratio is relative to the proximal policy, regardless of `algorithm.correction`. `prompt`: the group's, for kinds
-    whose rows are tokens; other kinds find the prompt's encoding in the trajectories."""
+    over the whole update; they replace weights that the trainer would compute from the group alone. `weighed`: they
+    are computed, so a proximal pass returns its drifts. `proximal_ratio`: the ratio is relative to the proximal policy,
+    regardless of `algorithm.correction`. `prompt`: the group's, for kinds whose rows are tokens; other kinds find the
+    prompt's encoding in the trajectories."""
 
     group: int
     version: int
@@ -331,21 +349,23 @@ class TrainGroup(msgspec.Struct, frozen=True):
     advantages: tuple[float, ...]
     seeds: tuple[int, ...]
     step_versions: tuple[VersionSpans, ...]
-    weights: tuple[tuple[float, ...], ...] | None = None
+    weights: tuple[Sequence[float], ...] | None = None
     proximal_ratio: bool = False
     prompt: Prompt | None = None
+    weighed: bool = False
 
 
 class SampleDrift(msgspec.Struct, frozen=True):
     """The distance between the proximal policy and the policy that generated a sample.
 
     Per trained step the log-ratio in nats, and the exact KL in nats; both are summed over all `num_elements` latent
-    elements. `steps` are the numbers of these denoising steps."""
+    elements. `steps` are the numbers of these denoising steps. Ranks send an `array` of doubles, which travels as
+    bytes, and a `range`: an answer may have thousands of tokens."""
 
-    log_ratio: tuple[float, ...]
-    kappa: tuple[float, ...] | None
+    log_ratio: Sequence[float]
+    kappa: Sequence[float] | None
     num_elements: int
-    steps: tuple[int, ...]
+    steps: Sequence[int]
 
 
 # Characters of a prompt in its groups' lines of the ledger.

@@ -25,7 +25,8 @@ _EBML, _SEGMENT = 0x1A45DFA3, 0x18538067
 
 def require_whole(file: BinaryIO) -> None:
     """Raise ConfigError if the file is cut off, or lists more than it can hold. Ignores other formats."""
-    size = os.fstat(file.fileno()).st_size
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
     begin = file.read(12)
     if begin[:4] == b"RIFF":
         _riff(file, size, begin[8:] == b"WAVE")

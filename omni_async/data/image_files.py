@@ -15,7 +15,7 @@ from omni_async.config import ConfigError
 from omni_async.config.reading import OutsideError, read_file
 from omni_async.data.image_bytes import reduced
 from omni_async.media import Media
-from omni_async.types import PromptImage
+from omni_async.types import PromptFile, PromptImage
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -78,7 +78,7 @@ def read_image(source: Path | bytes | memoryview, where: str, within: Path | Non
             image = image.transpose(Image.Transpose(_TURNS[orientation]))
         return Media(image=np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)))
 
-    return opened_image(_content(source, where, within), where, decoded)
+    return opened_image(content_of(source, where, within), where, decoded)
 
 
 def prompt_image(file: Path | PromptImage, where: str, decode: bool = True, within: Path | None = None) -> PromptImage:
@@ -92,11 +92,11 @@ def prompt_image(file: Path | PromptImage, where: str, decode: bool = True, with
 
     Raises:
         ConfigError: it cannot be read, or is no image."""
-    content = _content(file if isinstance(file, Path) else file.content or b"", where, within)
+    content = content_of(file if isinstance(file, Path) else file.content or b"", where, within)
     opened_image(content, where, lambda image, _: image.verify())  # a PNG's checksums, which decoding ignores
     if decode:
         opened_image(content, where, lambda image, _: _read_to_the_end(image))
-    return PromptImage(str(file), _digest(content)) if isinstance(file, Path) else carried_image(content, file.path)
+    return PromptImage(str(file), digest_of(content)) if isinstance(file, Path) else carried_image(content, file.path)
 
 
 def image_size(image: PromptImage) -> tuple[int, int]:
@@ -106,7 +106,7 @@ def image_size(image: PromptImage) -> tuple[int, int]:
         width, height = opened.size
         return (height, width) if orientation > 4 else (width, height)
 
-    content = _content(Path(image.path), image.path) if image.content is None else image.content
+    content = content_of(Path(image.path), image.path) if image.content is None else image.content
     return opened_image(content, image.path, upright)
 
 
@@ -123,16 +123,16 @@ def read_prompt_image(image: PromptImage) -> Media:
     return read_image(encoded_bytes(image), image.path)
 
 
-def encoded_bytes(image: PromptImage) -> bytes:
-    """Return the encoded bytes of a prompt's image, with the errors of `read_prompt_image`."""
-    if image.content is not None:
-        return image.content
+def encoded_bytes(file: PromptFile) -> bytes:
+    """Return the encoded bytes of a prompt's file, with the errors of `read_prompt_image`."""
+    if file.content is not None:
+        return file.content
     try:
-        content = read_file(image.path, MAX_IMAGE_BYTES)
+        content = read_file(file.path, MAX_IMAGE_BYTES)
     except OSError as error:
-        raise ValueError(f"the prompt's image {image.path} cannot be read: {error.strerror or error}") from None
-    if _digest(content) != image.digest:
-        raise ValueError(f"the prompt's image {image.path} has changed since the run began")
+        raise ValueError(f"the prompt's {file.part} {file.path} cannot be read: {error.strerror or error}") from None
+    if digest_of(content) != file.digest:
+        raise ValueError(f"the prompt's {file.part} {file.path} has changed since the run began")
     return content
 
 
@@ -155,18 +155,19 @@ def carried_image(content: bytes, name: str) -> PromptImage:
     Args:
         content: the bytes that its file would have.
         name: its description in errors."""
-    return PromptImage(name, _digest(content), content)
+    return PromptImage(name, digest_of(content), content)
 
 
 def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _digest(content: bytes) -> str:
+def digest_of(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _content(source: Path | bytes | memoryview, where: str, within: Path | None = None) -> bytes:
+def content_of(source: Path | bytes | memoryview, where: str, within: Path | None = None) -> bytes:
+    """Return the bytes of a file that a user names, at most 256 MiB. A ConfigError begins with `where`."""
     if not isinstance(source, Path):
         return bytes(source)
     try:

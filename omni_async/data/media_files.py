@@ -9,6 +9,7 @@ file of their kind is opened.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -18,6 +19,7 @@ from omni_async.config.reading import OutsideError, open_file
 from omni_async.data.containers import require_whole
 from omni_async.data.image_files import one_line, read_image
 from omni_async.media import Media
+from omni_async.plugins.extras import missing_extra
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -84,6 +86,20 @@ def read_media(files: Mapping[str, Path], within: Path | None = None) -> Media:
             raise ConfigError(f"{file}: the {part} cannot be decoded: {why}") from None
         parts |= decoded
     return Media(**parts)
+
+
+def read_audio(content: bytes, where: str) -> Media:
+    """Decode the bytes of a sound file. A ConfigError begins with `where`."""
+    opened = io.BytesIO(content)
+    try:
+        require_whole(opened)
+        return Media(**_sound(opened))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{where}: {missing_extra(error.name) or one_line(error)}") from None
+    except Exception as error:  # noqa: BLE001 (decoders raise any exception on foreign bytes)
+        raise ConfigError(f"{where}: the audio cannot be decoded: {one_line(error)}") from None
 
 
 def _video(file: BinaryIO, sound: bool) -> dict[str, Any]:

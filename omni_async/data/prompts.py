@@ -1,9 +1,10 @@
 """Reads prompts from a table.
 
-A row has `prompt`, optionally `negative_prompt`, `target` and `images` (paths relative to the table; a single one
-may be given as `image`), and any other keys. Parquet and Arrow files may hold the images themselves.
+A row has `prompt`, optionally `negative_prompt`, `target`, `images` (paths relative to the table; a single one may be
+given as `image`) and `audio` (a path or several), and any other keys. Parquet and Arrow files may hold the files'
+bytes themselves.
 
-A wrong row or an invalid image stops the run before anything starts; the error has the row's place.
+A wrong row or an invalid file stops the run before anything starts; the error has the row's place.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from omni_async.config import ConfigError
 from omni_async.data.bad_places import BadPlaces
 from omni_async.data.rows import EXAMPLE
 from omni_async.data.tables import NO_COLUMNS, Columns, NoColumnError, Table, open_table
-from omni_async.types import Prompt, PromptImage
+from omni_async.types import Prompt, PromptAudio, PromptImage
 
 _PIXELS_DECODED = 2**30  # of images: some twenty seconds on one core; other images: only headers and checksums
 _NO_FIELD = "expected a field `prompt`, got "
@@ -88,17 +89,17 @@ def each_prompt(
     """Yield the place and number of every row, and its prompt, or why it is refused.
 
     The arguments are those of `load_prompts`. Raises ConfigError where the rest of the table cannot be read."""
-    images = _Images(table)
+    files = _Files(table)
     index = 0
     for where, number, fields in table.rows(columns):
         try:
-            prompt = prompt_of(index, fields(), where)
+            prompt = _hearing(prompt_of(index, fields(), where), where)
             _require_text(prompt, where, max_chars)
             for check in checks:
                 if (missing := check(prompt)) is not None:
                     raise ConfigError(f"{where}: {missing}")
-            if prompt.images:
-                prompt = images.found(prompt, where)
+            if prompt.images or prompt.audio:
+                prompt = files.found(prompt, where)
         except ConfigError as error:
             yield where, number, str(error).removeprefix(f"{where}: ")
             continue
@@ -153,18 +154,47 @@ def _named_images(fields: dict[str, Any], where: str) -> tuple[PromptImage, ...]
     )
 
 
-class _Images:
-    """The images that the prompts of one table name or hold, each file checked once."""
+def _hearing(prompt: Prompt, where: str) -> Prompt:
+    """Take a prompt's audio out of its other fields, without digests: no file is opened yet."""
+    if "audio" not in prompt.metadata:
+        return prompt
+    others = dict(prompt.metadata)
+    given = others.pop("audio")
+    names = given if isinstance(given, list) else [given]
+    if not all(isinstance(name, str | bytes) and name for name in names):
+        raise ConfigError(f"{where}: audio: expected a path or a list of paths, got {repr(given)[:200]}")
+    audio = (
+        PromptAudio(f"{where}, audio", "", name) if isinstance(name, bytes) else PromptAudio(name, "") for name in names
+    )
+    return replace(prompt, metadata=others, audio=tuple(audio))
+
+
+class _Files:
+    """The images and the audio that the prompts of one table name or hold, each file checked once."""
 
     def __init__(self, table: Table) -> None:
         """Start empty."""
         self._folder, self._root = table.folder, table.root
         self._checked: dict[Path, PromptImage] = {}
+        self._heard: dict[Path, PromptAudio] = {}
         self._pixels = 0
 
     def found(self, prompt: Prompt, where: str) -> Prompt:
-        """Return the prompt with its images found and checked. A ConfigError begins with `where`."""
-        return replace(prompt, images=tuple(self._image(image, where) for image in prompt.images))
+        """Return the prompt with its files found and checked. A ConfigError begins with `where`."""
+        images = tuple(self._image(image, where) for image in prompt.images)
+        return replace(prompt, images=images, audio=tuple(self._audio(audio, where) for audio in prompt.audio))
+
+    def _audio(self, audio: PromptAudio, where: str) -> PromptAudio:
+        from omni_async.data.audio_files import prompt_audio
+        from omni_async.data.image_files import find_image
+
+        shown = f"{where}: audio"
+        if audio.content is not None:
+            return prompt_audio(audio, shown)
+        file = find_image(self._folder, audio.path, shown, "the prompt file's", self._root)
+        if file not in self._heard:
+            self._heard[file] = prompt_audio(file, f"{shown} {audio.path[:200]!r}", self._root)
+        return self._heard[file]
 
     def _image(self, image: PromptImage, where: str) -> PromptImage:
         from omni_async.data.image_files import find_image, image_size, prompt_image

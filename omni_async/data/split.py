@@ -41,9 +41,9 @@ def held_out(prompts: Sequence[Prompt], split: int | float) -> tuple[list[Prompt
 
 
 def shared_note(training: Sequence[Prompt], validation: Sequence[Prompt]) -> str | None:
-    """Return a warning if prompts of the validation are trained on, with the same images; None if there are none."""
-    trained = {(prompt.text, *(image.digest for image in prompt.images)) for prompt in training}
-    shared = [one for one in validation if (one.text, *(image.digest for image in one.images)) in trained]
+    """Return a warning if prompts of the validation are trained on, with the same files; None if there are none."""
+    trained = {(prompt.text, *prompt.digests) for prompt in training}
+    shared = [one for one in validation if (one.text, *one.digests) in trained]
     if not shared:
         return None
     return (

@@ -104,8 +104,7 @@ def key_of(identity: bytes, digest: bytes, prompt: Prompt) -> bytes | None:
         identity: the scorer's, see `identity_of`.
         digest: of the media, see `digest_of`.
         prompt: its position in its file does not count."""
-    images = [image.digest for image in prompt.images]
-    asked = [identity, digest, prompt.text, prompt.target, prompt.metadata, images]
+    asked = [identity, digest, prompt.text, prompt.target, prompt.metadata, prompt.digests]
     try:
         return blake2b(_FORMAT + msgspec.msgpack.encode(asked, order="deterministic"), digest_size=16).digest()
     except (TypeError, ValueError, OverflowError):

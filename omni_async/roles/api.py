@@ -156,7 +156,9 @@ class RankApi(Protocol):
         The ranks join the store that is already served at `rendezvous` (`tcp://host:port`); None: one rank."""
 
     async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
-        """Return the drifts of this rank's share of the group's samples, in their order."""
+        """Run a forward pass over this rank's share of a group, and return its samples' drifts, in their order.
+
+        Without `batch.weighed` nothing reads the drifts, and the list is empty."""
 
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None: ...
     async def step(self, grad_scale: float) -> dict[str, float]: ...

@@ -85,9 +85,10 @@ class Rank:
         self._fetched[group] = _Share(samples, bool(dealt), read)
 
     async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
-        """Run a forward pass over this rank's share of a group, before the update's first step."""
+        """Run a forward pass over this rank's share of a group, before the update's first step: see `RankApi`."""
         mine = self._share(batch)
-        return await self._in_thread(lambda: self._engine.recompute_proximal(mine))
+        found = await self._in_thread(lambda: self._engine.recompute_proximal(mine))
+        return found if batch.weighed else []
 
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:
         """Run forward and backward over this rank's share of a group."""

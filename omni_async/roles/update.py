@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor
@@ -33,7 +35,7 @@ from omni_async.roles.api import Abandoned, RankApi, Tracer
 from omni_async.roles.plan import Plan, plan_updates
 from omni_async.types import ReadyGroup, ReadySample, SampleDrift, TrainGroup
 
-Weights = list[list[float]]  # by sample and trained step
+Weights = Sequence[Sequence[float]]  # by sample and trained step
 
 # Keys that decide how far engine and trainer round apart, and which rows are clipped.
 _ROUNDING = (
@@ -133,7 +135,7 @@ class Update:
         await asyncio.gather(*(rank.fetch(group.group, trajectories, start) for rank in self.ranks))
         self.groups.append(group)
         if self.plan.proximal:
-            self._drifts.append(await self._recompute_proximal(group, start))
+            await self._recompute_proximal(group, start)
         if self.plan.mode == "as_ready":
             await self._accumulate(group, self._advantages([group])[0])
         elif self.plan.mode == "unscaled":
@@ -177,15 +179,16 @@ class Update:
         first = drifts[0].num_elements
         # `correct` divides by one number of elements, but samples of other buckets have other numbers.
         shares = [first / d.num_elements if correction.log_ratio == "mean" else 1.0 for d in drifts]
-        log_ratios = [[value * share for value in d.log_ratio] for d, share in zip(drifts, shares, strict=True)]
+        log_ratios = [_column(d.log_ratio) * share for d, share in zip(drifts, shares, strict=True)]
         lengths = torch.tensor([len(row) for row in log_ratios])
-        log_ratio, valid = padded(_doubles(_flat(log_ratios)), lengths)
-        kappas = [d.kappa for d in drifts if d.kappa is not None]
-        kappa = padded(_doubles(_flat(kappas)), lengths)[0] if len(kappas) == len(drifts) else None
-        steps = padded(torch.tensor(_flat([d.steps for d in drifts])), lengths)[0]
+        log_ratio, valid = padded(torch.cat(log_ratios), lengths)
+        kappas = [_column(d.kappa) for d in drifts if d.kappa is not None]
+        kappa = padded(torch.cat(kappas), lengths)[0] if len(kappas) == len(drifts) else None
+        steps = padded(torch.cat([_column(d.steps, np.int64) for d in drifts]), lengths)[0]
         corrected = correct(Drift(log_ratio, kappa, steps, valid), correction, first)
         factor = loss_factor(*self._counted(corrected, lengths))
-        weights = [row[:n].tolist() for row, n in zip(corrected.weight * factor, lengths.tolist(), strict=True)]
+        weighted = zip((corrected.weight * factor).numpy(), lengths.tolist(), strict=True)
+        weights = [array("d", row[:n].tobytes()) for row, n in weighted]  # sent as bytes
         found = {"gamma": corrected.gamma[valid].mean().item()}
         if correction.tempering == "step":
             found |= {f"gamma/step_{k:02d}": corrected.gamma[steps == k][0].item() for k in steps.unique().tolist()}
@@ -233,22 +236,24 @@ class Update:
             step_versions=tuple(sample.step_versions for sample in samples),
             proximal_ratio=self.proximal_ratio,
             prompt=group.prompt if self.plan.draws_tokens else None,
+            weighed=self.plan.weigh,
         )
 
     def _chosen(self, group: ReadyGroup) -> list[ReadySample]:
         """Return the samples that are trained on."""
         return [group.samples[i] for i in best_and_worst(group.rewards)] if self.plan.paired else [*group.samples]
 
-    async def _recompute_proximal(self, group: ReadyGroup, start: int) -> list[SampleDrift]:
+    async def _recompute_proximal(self, group: ReadyGroup, start: int) -> None:
         batch = self._batch(group, [0.0] * self.plan.samples_per_group)
         with self.tracer.span("proximal", version=self.version, group=group.group):
             found = await asyncio.gather(*(rank.recompute_proximal(batch) for rank in self.ranks))
-        return self._layout.in_order(found, self.plan.samples_per_group, start)
+        if self.plan.weigh:
+            self._drifts.append(self._layout.in_order(found, self.plan.samples_per_group, start))
 
     async def _accumulate(self, group: ReadyGroup, advantages: list[float], weights: Weights | None = None) -> None:
         batch = self._batch(group, advantages)
         if weights is not None:
-            batch = replace(batch, weights=tuple(tuple(row) for row in weights))
+            batch = replace(batch, weights=tuple(weights))
         with self.tracer.span("train", version=self.version, group=group.group):
             await asyncio.gather(*(rank.accumulate(batch, self._row_weight) for rank in self.ranks))
 
@@ -262,8 +267,8 @@ def _doubles(values: Sequence[Any]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _flat(rows: Sequence[Sequence[Any]]) -> list[Any]:
-    return [value for row in rows for value in row]
+def _column(values: Sequence[float], dtype: type = np.float64) -> Tensor:
+    return torch.from_numpy(np.asarray(values, dtype))
 
 
 def _group_ids(groups: list[ReadyGroup]) -> Tensor:

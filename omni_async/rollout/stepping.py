@@ -264,8 +264,8 @@ class ConditioningCache:
 
 
 def prompt_key(prompt: Prompt) -> tuple[Hashable, ...]:
-    """Return what caches of encoded prompts compare: text, negative prompt and the images' digests."""
-    return prompt.text, prompt.negative_prompt, tuple(image.digest for image in prompt.images)
+    """Return what caches of encoded prompts compare: text, negative prompt and the files' digests."""
+    return prompt.text, prompt.negative_prompt, prompt.digests
 
 
 def flat_media(seed: int, spec: SamplingSpec) -> Media:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,13 +54,17 @@ def pack(sequences: Sequence[Answered]) -> Packed:
         first = start + len(prompt.ids) - 1  # the prompt's last token predicts the answer's first
         at.append(torch.arange(first, first + num_tokens))
         start += one.length
-    with_media = [one.prompt.media for one in sequences if one.prompt.media]
-    names = sorted({name for media in with_media for name in media})
     return Packed(
         ids=torch.cat(ids),
         places=torch.cat(places),
         positions=torch.cat(positions, dim=1),
         at=torch.cat(at),
         targets=torch.cat([one.tokens for one in sequences]),
-        media={name: torch.cat([media[name] for media in with_media if name in media]) for name in names},
+        media=joined_media([one.prompt.media for one in sequences]),
     )
+
+
+def joined_media(media: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Concatenate the media of prompts, of which each may have others, in their order."""
+    names = sorted({name for one in media for name in one})
+    return {name: torch.cat([one[name] for one in media if name in one]) for name in names}

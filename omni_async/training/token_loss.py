@@ -9,6 +9,7 @@ over the answers that count: those that `algorithm.answers.overlong` leaves in t
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -105,7 +106,7 @@ class TokenLoss(RatioLoss):
             nats = self._log_ratio(rows, _per_token(rows), value).cpu().split(lengths)
             for sample, own, its in zip(rows.samples, value.cpu().split(lengths), nats, strict=True):
                 self._proximal[group.sample_ids[sample]] = own
-                found[sample] = SampleDrift(tuple(its.tolist()), None, 1, tuple(range(len(its))))
+                found[sample] = SampleDrift(array("d", its.numpy().tobytes()), None, 1, range(len(its)))
         return [found[sample] for sample in sorted(found)]
 
     def end_update(self, progress: float) -> None:

@@ -9,6 +9,7 @@ separate pass when a group arrives (`recompute_proximal`), and stored here until
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -126,8 +127,8 @@ def sample_drifts(
         rows.setdefault(row_ids[i][0], []).append(i)
     nats, kappas = log_ratio.tolist(), None if kappa is None else kappa.tolist()
 
-    def of(values: list[float], own: list[int]) -> tuple[float, ...]:
-        return tuple(values[row] for row in own)
+    def of(values: list[float], own: list[int]) -> array[float]:
+        return array("d", [values[row] for row in own])
 
     return [
         SampleDrift(

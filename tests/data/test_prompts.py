@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
+import soundfile
 from PIL import Image
 
 from omni_async.config import ConfigError
+from omni_async.data.audio_files import read_prompt_audio
 from omni_async.data.image_files import read_prompt_image
 from omni_async.data.prompts import load_prompts
 from omni_async.types import Prompt
@@ -224,3 +227,39 @@ def test_an_image_that_changed_while_the_run_went_on_is_refused(tmp_path):
     file.unlink()
     with pytest.raises(ValueError, match=r"a\.png cannot be read: No such file"):
         read_prompt_image(prompt.images[0])
+
+
+# ---- prompts with audio ----------------------------------------------------------------------------------------------
+
+
+def test_audio_is_found_beside_the_prompt_file_and_decoded(tmp_path):
+    wave = np.stack([np.sin(np.arange(4000) / 7), np.zeros(4000)], axis=1) / 2
+    soundfile.write(tmp_path / "a.wav", wave, 8000)
+    lines = [with_images("a.wav", "audio"), with_images(["a.wav", "a.wav"], "audio"), with_images([], "audio")]
+    one, two, none = read(tmp_path, "\n".join(lines), "p.jsonl")
+    assert [len(prompt.audio) for prompt in (one, two, none)] == [1, 2, 0] and one.metadata == {"note": 1}
+    assert one.audio[0].path == str(tmp_path / "a.wav") and two.digests == 2 * one.digests
+    assert one.content != none.content == Prompt(2, "edit it", metadata={"note": 1}).content
+    assert msgspec.json.decode(msgspec.json.encode(two), type=Prompt) == two
+    heard = read_prompt_audio(one.audio[0], 8000)
+    assert np.abs(heard - wave.mean(axis=1)).max() < 1e-4 and heard.dtype == np.float32
+    assert abs(len(read_prompt_audio(one.audio[0], 16_000)) - 8000) < 64
+    (tmp_path / "a.wav").write_bytes(b"RIFF")
+    with pytest.raises(ValueError, match=r"the prompt's audio .*a\.wav has changed since the run began"):
+        read_prompt_audio(one.audio[0], 8000)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ("nowhere.wav", "audio: no such file: 'nowhere.wav'"),
+        ("text.wav", "audio 'text.wav': the audio cannot be decoded"),
+        (["../text.wav"], "leads out of the prompt file's folder"),
+        (7, "audio: expected a path or a list of paths, got 7"),
+        ([""], "audio: expected a path or a list of paths, got ['']"),
+    ],
+)
+def test_audio_that_is_none_is_refused_with_file_and_line(tmp_path, given, error):
+    (tmp_path / "text.wav").write_text("no sound")
+    said = refusal(tmp_path, '{"prompt": "x"}\n' + with_images(given, "audio"), "p.jsonl")
+    assert said.startswith(f"data.prompts: {tmp_path / 'p.jsonl'}:2: ") and error in said

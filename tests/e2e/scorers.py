@@ -43,6 +43,18 @@ class Forgetful(Constant):
         return Score(0.0)
 
 
+class Letters(Constant):
+    """Scores the share of an answer's characters that are lower-case letters, of one more than it has. A prompt that is
+    `hard` gets no score."""
+
+    accepts = ("text",)
+
+    def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
+        if any(prompt.metadata.get("hard") for prompt in prompts):
+            raise ValueError("no such word")
+        return [Score(sum(map(str.islower, one.text)) / (1 + len(one.text))) for one in media]
+
+
 class NotANumber(Constant):
     value = float("nan")
 

@@ -1,4 +1,4 @@
-"""Tests Qwen2.5-Omni's thinker against transformers' own, with text, images, and both in one row."""
+"""Tests Qwen2.5-Omni's thinker against transformers' own, with text, images, audio, and all of them in one row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import soundfile
 import torch
 from msgspec import ValidationError, convert
 from omni_async_pipelines.qwen_omni.policy import QwenOmniPolicy
@@ -16,11 +18,13 @@ from omni_async_pipelines.qwen_omni.tiny import CONTEXT, build
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2_5OmniThinkerForConditionalGeneration
 
+from omni_async.data.audio_files import prompt_audio, read_prompt_audio
 from omni_async.data.image_files import prompt_image
 from omni_async.tokens.packing import Answered, pack
-from omni_async.types import Prompt, PromptImage
+from omni_async.types import Prompt, PromptAudio, PromptImage
 
 SPEC = QwenOmniSampling(max_tokens=16)
 SIZES = ((84, 56), (56, 140), (28, 28))  # the second has several windows of the tower
@@ -54,12 +58,24 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[PromptImage, ...]:
 
 
 @pytest.fixture(scope="module")
-def prompts(images: tuple[PromptImage, ...]) -> tuple[Prompt, ...]:
+def sounds(tmp_path_factory: pytest.TempPathFactory) -> tuple[PromptAudio, ...]:
+    """Provides sounds of a part of the tower's window, and of several."""
+    folder = tmp_path_factory.mktemp("sounds")
+    for number, frames in enumerate((57, 310)):
+        noise = np.random.default_rng(number).normal(0, 0.1, 160 * frames)
+        soundfile.write(folder / f"{number}.wav", noise, 16_000)
+    return tuple(prompt_audio(folder / f"{number}.wav", f"{number}.wav") for number in range(2))
+
+
+@pytest.fixture(scope="module")
+def prompts(images: tuple[PromptImage, ...], sounds: tuple[PromptAudio, ...]) -> tuple[Prompt, ...]:
     return (
         Prompt(0, "a red circle"),
         Prompt(1, "read the digit", images=images[:1]),
         Prompt(2, "the digit 7"),
         Prompt(3, "compare them", images=images[1:]),
+        Prompt(4, "the digit 7", audio=sounds),
+        Prompt(5, "read it", images=images[:1], audio=sounds[:1]),
     )
 
 
@@ -72,7 +88,12 @@ def answers(count: int, seed: int = 0) -> list[Tensor]:
 def by_transformers(theirs, policy: QwenOmniPolicy, prompt: Prompt, answer: Tensor, temperature: float) -> Tensor:
     prepared = policy.prepare(prompt, SPEC)
     ids = torch.cat([prepared.ids, answer])[None]
-    logits = theirs(input_ids=ids, attention_mask=torch.ones_like(ids), **prepared.media).logits[0]
+    media = dict(prepared.media)
+    if prompt.audio:
+        heard = media.pop("input_features").split(media.pop("audio_lengths").tolist())
+        media["input_features"] = pad_sequence(heard, batch_first=True).transpose(1, 2)
+        media["feature_attention_mask"] = pad_sequence([torch.ones(len(one)).long() for one in heard], batch_first=True)
+    logits = theirs(input_ids=ids, attention_mask=torch.ones_like(ids), **media).logits[0]
     of_answer = (logits[len(prepared.ids) - 1 : -1].float() / temperature).log_softmax(-1)
     return of_answer.gather(1, answer[:, None])[:, 0]
 
@@ -83,7 +104,9 @@ def gradients(model: torch.nn.Module, log_probs: Tensor) -> dict[str, Tensor]:
     return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
-@pytest.mark.parametrize("chosen", [(0, 2), (1, 3), (0, 1, 2, 3)], ids=["text", "images", "mixed"])
+@pytest.mark.parametrize(
+    "chosen", [(0, 2), (1, 3), (4, 4), (0, 1, 2, 3, 4, 5)], ids=["text", "images", "audio", "mixed"]
+)
 def test_rows_equal_single_sequences(chosen, policy, thinker, theirs, prompts):
     """Log-probs and gradients of a row are those of transformers' model for each sequence alone."""
     own, drawn = [prompts[number] for number in chosen], answers(len(chosen))
@@ -114,29 +137,31 @@ def test_image_features_may_come_as_one_tensor_per_image(policy, thinker, prompt
     assert torch.equal(thinker._image_features(pixels, grids), joined)
 
 
-def test_an_image_of_several_answers_is_computed_once(policy, thinker, prompts):
-    prepared = [policy.prepare(prompts[number], SPEC) for number in (1, 3, 1)]
-    seen: list[Tensor] = []
+def test_a_file_of_several_answers_is_computed_once(policy, thinker, prompts):
+    prepared = [policy.prepare(prompts[number], SPEC) for number in (1, 3, 1, 5, 4)]
+    seen: list[int] = []
 
     def note(module: torch.nn.Module, args: tuple[Tensor, ...], given: dict[str, Tensor]) -> None:
-        seen.append(given["grid_thw"])
+        seen.append(len(given["grid_thw" if module is thinker.visual else "feature_lens"]))
 
-    hook = thinker.visual.register_forward_pre_hook(note, with_kwargs=True)
-    drawn = answers(3)
+    towers = (thinker.visual, thinker.audio_tower)
+    hooks = [tower.register_forward_pre_hook(note, with_kwargs=True) for tower in towers]
+    drawn = answers(5)
     together = thinker(pack([*map(Answered, prepared, drawn)]), 1.0)
-    hook.remove()
-    assert [len(grids) for grids in seen] == [3], "one of the first prompt, two of the second"
+    for hook in hooks:
+        hook.remove()
+    assert sorted(seen) == [2, 3], "two sounds; an image of the first prompt, two of the second"
     alone = [thinker(pack([Answered(*pair)]), 1.0) for pair in zip(prepared, drawn, strict=True)]
     assert (together - torch.cat(alone)).abs().max() <= 1e-6
 
 
-@pytest.mark.parametrize("seeing", [False, True], ids=["text", "image"])
-def test_decoding_equals_a_full_pass(seeing, policy, thinker, prompts):
-    """Drops and reorders sequences on the way; one answer contains the token that represents an image."""
+@pytest.mark.parametrize("given", [0, 1, 5], ids=["text", "image", "image and audio"])
+def test_decoding_equals_a_full_pass(given, policy, thinker, prompts):
+    """Drops and reorders sequences on the way; one answer contains the tokens that represent an image and audio."""
     components = {"thinker": thinker}
-    prepared = policy.prepare(prompts[1 if seeing else 0], SPEC)
+    prepared = policy.prepare(prompts[given], SPEC)
     drawn = torch.stack([torch.arange(30, 36), torch.arange(40, 46), torch.arange(50, 56)])
-    drawn[0, 2] = thinker.config.image_token_id
+    drawn[0, 2], drawn[0, 3] = thinker.config.image_token_id, thinker.config.audio_token_id
     expected = [policy.log_probs(components, pack([Answered(prepared, answer)]), 1.0) for answer in drawn]
 
     def position(number: int, rows: int) -> Tensor:
@@ -155,7 +180,7 @@ def test_decoding_equals_a_full_pass(seeing, policy, thinker, prompts):
     for number, step in enumerate(found, 2):
         rows = (0, 1, 2) if len(step) == 3 else (2, 0)
         for log_probs, row in zip(step.log_softmax(-1), rows, strict=True):
-            assert (log_probs[drawn[row, number]] - expected[row][number]).abs() <= 1e-6, (number, row)
+            assert (log_probs[drawn[row, number]] - expected[row][number]).abs() <= 2e-6, (number, row)
 
 
 @pytest.mark.parametrize("system", [None, "Answer with digits."])
@@ -163,6 +188,7 @@ def test_prompts_are_prepared_as_transformers_does(system, policy, theirs, promp
     spec = QwenOmniSampling(max_tokens=16, system=system)
     for prompt in prompts:
         content = [{"type": "image", "image": Image.open(image.path)} for image in prompt.images]
+        content += [{"type": "audio", "audio": read_prompt_audio(one, 16_000)} for one in prompt.audio]
         chat = [{"role": "user", "content": [*content, {"type": "text", "text": prompt.text}]}]
         if system is not None:
             chat.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
@@ -171,12 +197,18 @@ def test_prompts_are_prepared_as_transformers_does(system, policy, theirs, promp
         )
         found = policy.prepare(prompt, spec)
         assert torch.equal(found.ids, expected["input_ids"][0]) and found.ids.dtype == torch.int64
-        assert found.media.keys() == ({"pixel_values", "image_grid_thw"} if prompt.images else set())
+        lengths = None
+        if prompt.audio:
+            heard = expected["feature_attention_mask"].bool()
+            expected["audio_lengths"] = lengths = heard.sum(1)
+            expected["input_features"] = expected["input_features"].transpose(1, 2)[heard]
+        seen = {"pixel_values", "image_grid_thw"} if prompt.images else set()
+        assert found.media.keys() == seen | ({"input_features", "audio_lengths"} if prompt.audio else set())
         assert all(torch.equal(found.media[name], expected[name]) for name in found.media)
 
         answered = torch.cat([found.ids, torch.tensor([30, 31])])[None]
         positions, _ = theirs.get_rope_index(
-            answered, found.media.get("image_grid_thw"), None, torch.ones_like(answered)
+            answered, found.media.get("image_grid_thw"), None, torch.ones_like(answered), False, lengths
         )
         assert torch.equal(found.positions, positions[:, 0, :-2].long())
         assert positions[:, 0, -2:].tolist() == [[found.next_position, found.next_position + 1]] * 3
@@ -231,6 +263,21 @@ def test_prompts_that_the_model_cannot_take(policy, prompts):
     policy.prepare(prompts[1], at_most(CONTEXT - length))
     with pytest.raises(ValueError, match=f"has {length} tokens .* the model's context has {CONTEXT}; shorten"):
         policy.prepare(prompts[1], at_most(CONTEXT - length + 1))
+
+
+@pytest.mark.parametrize(("samples", "ends"), [(479, "0.0299375 s"), (480_001, "30.0001 s")])
+def test_audio_without_a_token_or_beyond_the_processor_s_window(policy, tmp_path, samples, ends):
+    soundfile.write(tmp_path / "a.wav", np.zeros(samples), 16_000)
+    prompt = Prompt(0, "x", audio=(prompt_audio(tmp_path / "a.wav", "a.wav"),))
+    with pytest.raises(ValueError, match=rf"audio: it lasts {ends}, expected 0\.03 to 30 s"):
+        policy.prepare(prompt, SPEC)
+
+
+def test_a_template_without_audio_is_refused(policy, prompts, monkeypatch):
+    template = policy.processor.chat_template.replace("<|AUDIO|>", "")
+    monkeypatch.setattr(policy.processor, "chat_template", template)
+    with pytest.raises(ValueError, match="chat template leaves it out"):
+        policy.prepare(prompts[4], SPEC)
 
 
 def at_most(number: int) -> QwenOmniSampling:

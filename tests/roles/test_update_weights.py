@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
@@ -53,8 +54,9 @@ def test_weights_and_advantages_come_together():
     tempered = (metrics["gamma"] * LOG_RATIOS).exp()
     assert 0 < metrics["gamma"] < 1
     torch.testing.assert_close(weights_of(rank), tempered / tempered.mean(), rtol=1e-9, atol=0)
+    assert {type(row) for batch in rank.batches for row in batch.weights} == {array}, "sent as bytes"
     for looked, trained in zip(rank.recomputed, rank.batches, strict=True):
-        assert looked == replace(trained, advantages=(0.0,) * 4, weights=None)
+        assert looked.weighed and looked == replace(trained, advantages=(0.0,) * 4, weights=None)
 
 
 SIZES = torch.tensor([ELEMENTS, 3 * ELEMENTS])[:, None, None]  # of two buckets
@@ -99,6 +101,7 @@ async def test_proximal_passes_come_before_any_step(mode):
     metrics = await update.finish()
     assert rank.log == ["proximal"] * 2 + ["accumulate", "step"] * 2
     assert all(batch.weights is None for batch in rank.batches), "each row's own correction is the rank's to make"
+    assert not any(batch.weighed for batch in rank.recomputed), "nothing would read drifts"
     assert metrics == {"loss": 1.5}
 
 

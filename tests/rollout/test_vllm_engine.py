@@ -3,6 +3,7 @@
 All tests share one engine, and so one event loop."""
 
 import asyncio
+import io
 import os
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
@@ -10,7 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import soundfile
 import torch
 from omni_async_pipelines.qwen_omni import FAMILY
 from omni_async_pipelines.qwen_omni.policy import QwenOmniPolicy
@@ -18,10 +21,11 @@ from omni_async_pipelines.qwen_omni.sampling import QwenOmniSampling
 
 pytest.importorskip("vllm")
 
+from omni_async.data.audio_files import prompt_audio
 from omni_async.data.image_files import prompt_image
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.vllm_engine import VllmEngine
-from omni_async.types import Prompt, SampleRequest, WeightReport
+from omni_async.types import Prompt, PromptAudio, SampleRequest, WeightReport
 from omni_async.weights.lora import merged_weights
 from tests.rollout.conftest import damaged, publish
 from tests.rollout.token_answers import Models, check_answer, continued, make_request, trained, versions, whole
@@ -85,11 +89,15 @@ def engine(world: SimpleNamespace, run: Any) -> VllmEngine:
 
 
 def prompts() -> list[Prompt]:
-    """Returns two prompts of text, and two with an image."""
+    """Returns two prompts of text, two with an image, and one with audio and an image."""
     texts = [Prompt(number, "Read the digits." * (1 + number)) for number in range(2)]
     files = [f"images/validation_0{number}_0.png" for number in range(2)]
     images = [prompt_image(RECIPE / file, file) for file in files]
-    return [*texts, *(Prompt(2 + number, "Read the digits.", images=(image,)) for number, image in enumerate(images))]
+    seen = [Prompt(2 + number, "Read the digits.", images=(image,)) for number, image in enumerate(images)]
+    sound = io.BytesIO()
+    soundfile.write(sound, np.random.default_rng(0).normal(0, 0.1, 16_000), 16_000, format="WAV")
+    heard = prompt_audio(PromptAudio("noise.wav", "", sound.getvalue()), "noise.wav")
+    return [*texts, *seen, Prompt(4, "Read the digits.", images=(images[0],), audio=(heard,))]
 
 
 def asked(number: int = 8, spec: QwenOmniSampling = SPEC, **changes: Any) -> list[SampleRequest]:
@@ -101,12 +109,16 @@ async def together(engine: VllmEngine, requests: Sequence[SampleRequest]) -> lis
     return list(await asyncio.gather(*map(engine.generate, requests)))
 
 
-async def push(engine: VllmEngine, policy: QwenOmniPolicy, models: Models, version: int) -> WeightReport:
-    published = publish(version, trained(policy, models[version]))
-    await engine.stage(*published)
-    report = await engine.swap(version)
-    assert (report.version, report.digest) == (version, published[0].digest)
-    return report
+def push(engine: VllmEngine, policy: QwenOmniPolicy, models: Models, version: int) -> Coroutine[Any, Any, WeightReport]:
+    published = publish(version, trained(policy, models[version]))  # before answers begin, which it would hold up
+
+    async def swap() -> WeightReport:
+        await engine.stage(*published)
+        report = await engine.swap(version)
+        assert (report.version, report.digest) == (version, published[0].digest)
+        return report
+
+    return swap()
 
 
 async def swapping(engine: VllmEngine, requests: Sequence[SampleRequest], *swaps: tuple[int, Coroutine]) -> Any:
@@ -184,12 +196,13 @@ def test_no_answer_is_lost_in_100_swaps(run, engine, policy, models):
 def test_a_long_prompt_is_computed_again_by_each_version(run, engine, policy, models):
     """Blocks of its keys and values are shared within a version alone."""
     prompt = Prompt(0, "Read the digits. " * 60)
-    requests = [make_request(prompt, SPEC, number) for number in range(4)]
-    assert len(policy.prepare(prompt, SPEC).ids) > 2 * 128, "several blocks"
+    spec = msgspec.structs.replace(SPEC, max_tokens=120)
+    requests = [make_request(prompt, spec, number) for number in range(4)]
+    assert len(policy.prepare(prompt, spec).ids) > 2 * 128, "several blocks"
     first = run(swapping(engine, requests, (5, push(engine, policy, models, 1))))
     assert any({*one.versions} == {0, 1} for one in first)
     for request, one in zip(requests, run(together(engine, requests)), strict=True):
-        check_answer(policy, request, one, whole(policy, models, request, one), BOUND)
+        check_answer(policy, request, one, whole(policy, models, request, one), 3 * BOUND)  # of 380 tokens
 
 
 def test_adapters_are_merged(run, engine, policy, models):

@@ -274,18 +274,22 @@ def inputs_check(family: PipelineFamily, specs: Sequence[SamplingSpec]) -> Promp
                 "negative_prompt: the samples have no unconditional branch; raise the guidance of rollout.sampling, or"
                 " leave the column out with data.columns.negative_prompt=null"
             )
-        for part in ("video", "audio"):
-            if part in prompt.metadata:
-                why = f"{part}: the prompt names one, but model.pipeline {family.name!r} takes none"
-                return f"{why}; leave the column out with data.columns.{part}=null"
-        given, most = len(prompt.images), family.prompt_images
-        if family.needs_images and not given:
+        if "video" in prompt.metadata:
+            why = f"video: the prompt names one, but model.pipeline {family.name!r} takes none"
+            return f"{why}; leave the column out with data.columns.video=null"
+        if family.needs_images and not prompt.images:
             return f"images: the prompt has none, but model.pipeline {family.name!r} needs one"
-        if given <= most:
-            return None
-        column = "images" if given > 1 else "image"
-        out = "" if most else f"; leave the column out with data.columns.{column}=null"
-        return f"images: the prompt has {given}, but model.pipeline {family.name!r} takes {most or 'none'}{out}"
+        column = "images" if len(prompt.images) > 1 else "image"
+        carried = (
+            ("images", column, len(prompt.images), family.prompt_images),
+            ("audio", "audio", len(prompt.audio), family.prompt_audio),
+        )
+        for part, column, given, most in carried:
+            if given > most:
+                out = "" if most else f"; leave the column out with data.columns.{column}=null"
+                why = f"{part}: the prompt has {given}, but model.pipeline {family.name!r}"
+                return f"{why} takes {most or 'none'}{out}"
+        return None
 
     return check
 

@@ -1,4 +1,4 @@
-"""Supports Qwen2.5-Omni: its thinker answers prompts of text and images with text.
+"""Supports Qwen2.5-Omni: its thinker answers prompts of text, images and audio with text.
 
 Importing this package imports no torch."""
 
@@ -12,6 +12,7 @@ FAMILY = PipelineFamily(
     model_index_class="Qwen2_5OmniForConditionalGeneration",
     components=("thinker",),
     prompt_images=16,
+    prompt_audio=8,
     draws="tokens",
     layout="transformers",
     component_class="Qwen2_5OmniThinkerForConditionalGeneration",

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from omni_async.data.audio_files import read_prompt_audio
 from omni_async.data.image_files import read_prompt_image
+from omni_async.tokens.packing import joined_media
 from omni_async.tokens.policy import Packed, Prepared
 from omni_async.types import Prompt
 from omni_async_pipelines.qwen_omni.sampling import QwenOmniSampling, context_of, media_token_in
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from transformers import DynamicCache
 
     from omni_async_pipelines.qwen_omni.thinker import Thinker
+
+
+_FEWEST_FRAMES = 3  # of the spectrogram: fewer give no token
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class KeysAndValues:
 class QwenOmniPolicy:
     """The `omni_async.tokens.policy.TokenPolicy` of Qwen2.5-Omni.
 
-    Prompts have text and images. An answer ends with the chat's end token."""
+    Prompts have text, images and audio. An answer ends with the chat's end token."""
 
     components: tuple[str, ...] = ("thinker",)
     frozen: tuple[str, ...] = ("thinker.visual", "thinker.audio_tower")
@@ -88,7 +93,10 @@ class QwenOmniPolicy:
 
     def prepare(self, prompt: Prompt, spec: QwenOmniSampling) -> Prepared:
         text = self._chat(prompt, spec)
-        found = self.processor(text=[text], images=_images(prompt) or None, return_tensors="pt")
+        images, sounds = _images(prompt), self._sounds(prompt)
+        if text.count(self.processor.audio_token) != len(sounds):  # nothing would read the sound
+            raise ValueError("audio: the checkpoint's chat template leaves it out")
+        found = self.processor(text=[text], images=images or None, audio=sounds or None, return_tensors="pt")
         ids = found["input_ids"][0]
         if len(ids) + spec.max_tokens > self._context:
             raise ValueError(
@@ -98,20 +106,41 @@ class QwenOmniPolicy:
         media = {name: found[name] for name in ("pixel_values", "image_grid_thw") if name in found}
         token = self.processor.tokenizer.convert_tokens_to_ids(self.processor.image_token)
         grids = found["image_grid_thw"].tolist() if media else []
+        if sounds:  # of the padded frames only those that hold sound
+            heard = found["feature_attention_mask"].bool()
+            media |= {
+                "input_features": found["input_features"].transpose(1, 2)[heard],
+                "audio_lengths": heard.sum(1),
+            }
         positions, next_position = rotary_positions(ids.tolist(), token, grids, self._merge)
         return Prepared(ids, positions, next_position, media)
 
     def vllm_prompt(self, prompt: Prompt, spec: QwenOmniSampling) -> dict[str, Any]:
         """See `omni_async.tokens.policy.ReadByVllm`."""
-        images = _images(prompt)
-        return {"prompt": self._chat(prompt, spec)} | ({"multi_modal_data": {"image": images}} if images else {})
+        rate = self.processor.feature_extractor.sampling_rate
+        media = {"image": _images(prompt), "audio": [(sound, rate) for sound in self._sounds(prompt)]}
+        return {"prompt": self._chat(prompt, spec), "multi_modal_data": {part: of for part, of in media.items() if of}}
+
+    def _sounds(self, prompt: Prompt) -> list[Any]:
+        """Return the prompt's audio, each float32 (n,) at the processor's rate.
+
+        Raises ValueError for sound that the processor would cut, or that has no token."""
+        reader = self.processor.feature_extractor
+        rate, most = reader.sampling_rate, reader.n_samples
+        found = [read_prompt_audio(one, rate) for one in prompt.audio]
+        for sound in found:
+            if not _FEWEST_FRAMES * reader.hop_length <= len(sound) <= most:
+                least = _FEWEST_FRAMES * reader.hop_length / rate
+                raise ValueError(f"audio: it lasts {len(sound) / rate:g} s, expected {least:g} to {most / rate:g} s")
+        return found
 
     def _chat(self, prompt: Prompt, spec: QwenOmniSampling) -> str:
         """Return prompt and system message in the checkpoint's chat template, up to the beginning of the answer."""
         for text in (prompt.text, spec.system or ""):
             if (problem := media_token_in(text)) is not None:
                 raise ValueError(problem)
-        content = [*({"type": "image"} for _ in prompt.images), {"type": "text", "text": prompt.text}]
+        files = [{"type": file.part} for file in (*prompt.images, *prompt.audio)]
+        content = [*files, {"type": "text", "text": prompt.text}]
         messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
         if spec.system is not None:
             messages.insert(0, {"role": "system", "content": [{"type": "text", "text": spec.system}]})
@@ -133,8 +162,7 @@ class QwenOmniPolicy:
         ids = torch.cat([torch.stack([one.ids for one in prompts]), answers.cpu()], dim=1).to(device)
         after = torch.arange(answers.shape[1])
         positions = [torch.cat([one.positions, (one.next_position + after).expand(3, -1)], dim=1) for one in prompts]
-        seeing = [one.media for one in prompts if one.media]
-        media = {name: torch.cat([one[name] for one in seeing]).to(device) for name in (seeing[0] if seeing else ())}
+        media = {name: value.to(device) for name, value in joined_media([one.media for one in prompts]).items()}
         text_config: Any = thinker.config.text_config
         cache = DynamicCache(config=text_config)
         given = (torch.arange(ids.shape[1], device=device) < len(prompts[0].ids)).expand_as(ids)
@@ -165,7 +193,8 @@ def rotary_positions(
 ) -> tuple[Tensor, int]:
     """Place a prompt's tokens in time, rows and columns (M-RoPE), as transformers' `get_rope_index` does.
 
-    Text advances in all three. An image's tokens share the time of its first one, and differ in rows and columns.
+    Text and audio advance in all three. An image's tokens share the time of its first one, and differ in rows and
+    columns.
 
     Args:
         ids: the P tokens, an image's placeholders expanded.

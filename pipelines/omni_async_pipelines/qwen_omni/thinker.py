@@ -41,13 +41,16 @@ class Thinker(Qwen2_5OmniThinkerForConditionalGeneration):
         return logits.float()
 
     def embed(self, ids: Tensor, media: Mapping[str, Tensor], given: Tensor) -> Tensor:
-        """Return the embeddings (B, L, H) of tokens, with the images of prompts in their places.
+        """Return the embeddings (B, L, H) of tokens, with the images and the audio of prompts in their places.
 
         Args:
             ids: (B, L) int64.
             media: the prompts' inputs of the towers.
-            given: (B, L) bool, false for tokens of answers, because a model may draw the placeholder of an image."""
+            given: (B, L) bool, false for tokens of answers, because a model may draw a placeholder."""
         embeds: Tensor = self.model.embed_tokens(ids)
+        if "input_features" in media:
+            sounds = self._audio_features(media["input_features"], media["audio_lengths"]).to(embeds)
+            embeds = embeds.masked_scatter((given & (ids == self.config.audio_token_id))[..., None], sounds)
         if "pixel_values" not in media:
             return embeds
         images = self._image_features(media["pixel_values"], media["image_grid_thw"]).to(embeds)
@@ -66,9 +69,23 @@ class Thinker(Qwen2_5OmniThinkerForConditionalGeneration):
             of_each = of_each.split([patches[image] // merged for image in first])
         return torch.cat([of_each[place] for place in places])
 
+    def _audio_features(self, frames: Tensor, lengths: Tensor) -> Tensor:
+        """Return the features of sounds, one after the other; the tower computes each sound once.
+
+        Args:
+            frames: (F, bins), the spectrograms of all.
+            lengths: (N,) int64, the frames of each."""
+        sounds = frames.split(lengths.tolist())
+        first, places = _distinct(sounds)
+        after_convolutions, tokens = self.audio_tower._get_feat_extract_output_lengths(lengths[first])
+        alone = torch.cat([sounds[sound] for sound in first]).T
+        found = self.audio_tower(alone, feature_lens=lengths[first], aftercnn_lens=after_convolutions)
+        of_each = found.last_hidden_state.split(tokens.tolist())
+        return torch.cat([of_each[place] for place in places])
+
 
 def _distinct(images: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """Return the numbers of the images that differ from all before, and the place among these of every image."""
+    """Return the numbers of the files that differ from all before, and the place among these of every file."""
     first: list[int] = []
     places: list[int] = []
     for number, image in enumerate(images):

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import soundfile
 
 from omni_async.cli import main
 from omni_async.data.preferences import PreferencePairs
@@ -36,6 +38,14 @@ def test_a_sound_table(capsys):
         "characters: shortest 1, median 3, longest 3",
         "rows that also have: target 1, n 2",
     ]
+
+
+def test_audio_is_decoded_and_counted(capsys):
+    soundfile.write("a.wav", np.zeros(800), 8000)
+    Path("p.jsonl").write_text('{"prompt": "a", "audio": "a.wav"}\n{"prompt": "b", "audio": "p.jsonl"}')
+    found = told(capsys, "check", "p.jsonl", code=1)
+    assert "p.jsonl:2: audio 'p.jsonl': the audio cannot be decoded" in found[0]
+    assert found[-1] == "rows that also have: audio 1"
 
 
 def test_what_a_run_refuses_and_what_is_probably_not_meant(capsys, folder):
