@@ -1,8 +1,8 @@
 """Simulates an engine that draws answers token by token, on the fast path of virtual time.
 
 Answers join whenever there is room, at the next boundary between two tokens, and each ends after its own number of
-tokens. All that is in the engine takes a token at a time, so the engine counts tokens: an answer is an interval of that
-count, and a version, too. Events are only the ends of answers, arrivals and swaps. Otherwise as `SimulatedEngine`.
+tokens. Every answer in the engine takes a token at a time, so the engine counts tokens: an answer is an interval of
+that count, and a version, too. Events are only the ends of answers, arrivals and swaps. Otherwise as `SimulatedEngine`.
 """
 
 from __future__ import annotations
