@@ -23,13 +23,13 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, pstdev
 
 from msgspec.structs import replace
 
 from omni_async.config import load
 from omni_async.performance.law import async_step
-from omni_async.performance.profile import Payload, Profile, ServiceTime, load_profile, write_profile
+from omni_async.performance.profile import Payload, Profile, ServiceTime, TokenTimes, load_profile, write_profile
 from omni_async.simulation.result import times_of
 
 ROOT = Path(__file__).parents[1]
@@ -132,6 +132,12 @@ REPRODUCED = (
             "placement.reward.gpus=0",  # not on the NPUs that the others share
         ),
     ),
+    Reproduced(
+        "qwen3_omni_thinker",
+        "4 H100, trainer and engine in turn",
+        1260.0,
+        (*_IN_STEP, "reward.streaming=false", "placement.colocated=true"),
+    ),
 )
 
 
@@ -144,7 +150,7 @@ def law_s(arrangement: Reproduced, profile: Profile | None = None) -> float:
 
 def shipped() -> tuple[Profile, ...]:
     lora, full = qwen_image_lora_h800(), qwen_image_full_h200()
-    return lora, full, qwen_image_full_h100_64(full), wan22_dance(), remote_judge(lora)
+    return lora, full, qwen_image_full_h100_64(full), wan22_dance(), remote_judge(lora), qwen3_omni_thinker()
 
 
 def qwen_image_lora_h800() -> Profile:
@@ -311,6 +317,57 @@ def remote_judge(lora: Profile) -> Profile:
             f" rest as in profile qwen_image_lora_h800. {lora.assumed}"
         ),
         score=ServiceTime(fixed_s=_rounded(mean), quantiles=tuple(round(s / mean, 4) for s in seconds)),
+    )
+
+
+def qwen3_omni_thinker() -> Profile:
+    """Take 60 % of the step for generation, whose longest answer ends last; the rest is split as for other LoRA runs.
+
+    The lengths are log-normal at 50 probabilities, cut at the longest that the run allows, with the published mean."""
+    answers, seconds, share, mean, most, sigma = 64, 1260.0, 0.6, 3600, 8192, 0.9
+    prefill, score, export, publish, swap, step = 0.05, 0.02, 1.0, 2.0, 0.5, 0.5
+
+    def cut(median: float) -> tuple[int, ...]:
+        drawn = (median * math.exp(sigma * NormalDist().inv_cdf((i + 0.5) / 50)) for i in range(50))
+        return tuple(min(most, round(length)) for length in drawn)
+
+    lengths = cut(next(median for median in range(100, most) if sum(cut(median)) / 50 >= mean))
+    times = TokenTimes(ServiceTime(1.0, 1 / answers), lengths, ServiceTime(unit_s=prefill))
+    # A token of 64 answers takes twice as long as a token of one.
+    token = (share * seconds - answers * prefill) / (times.longest(answers) + times.mean_length)
+    tokens = replace(times, token=ServiceTime(_rounded(token), _rounded(token / answers)))
+    passes = (1 - share) * seconds - answers * score - 2 * _HAND_OVER_S - export - publish - swap - step
+    batches = tokens.in_batches
+    group = round(pstdev(lengths) / times.mean_length / math.sqrt(8), 3)
+    return Profile(
+        name="qwen3_omni_thinker",
+        source=(
+            "verl-project/verl-omni, examples/gspo_trainer/README.md: Qwen3-Omni-30B-A3B thinker, GSPO with LoRA rank"
+            " 64, 8 prompts of 8 answers a step on 4 H100 that take turns, one engine over all four (one worker here is"
+            " 4 GPUs): 530 to 1260 s a step for mean lengths from 700 to 3600 tokens, at most 8192; generation"
+            " dominates. An earlier version of the page has 22 minutes."
+        ),
+        assumed=(
+            f"The upper end: {seconds:g} s for a mean of {mean} tokens. Lengths are log-normal with a standard"
+            f" deviation of {sigma} of the logarithm, cut at {most}. Generation takes {share:.0%} of the step, and a"
+            f" token of {answers} answers twice as long as a token of one. A prompt takes {prefill:g} s and a score"
+            f" {score:g} s. GPUs change hands in 12 s. A version takes 1 s to copy out, 2 s to reach the engine and"
+            f" 0.5 s to merge, an optimizer step 0.5 s. The other {passes:.1f} s are passes of the trainer: log-probs"
+            " of policy and reference, and the update (1 : 1 : 3), all in `train`; a correction that needs log-probs"
+            " takes another such pass. The time of a group varies as the sum of 8 lengths. Payloads are computed: 512"
+            " prompt tokens; LoRA rank 64 on attention and experts is taken as 1 GB."
+        ),
+        generate=ServiceTime(_rounded(batches.fixed_s), _rounded(batches.unit_s)),
+        score=ServiceTime(unit_s=score, cv=0.2),
+        proximal=ServiceTime(unit_s=_rounded(passes / 5 / answers), cv=group),
+        train=ServiceTime(unit_s=_rounded(passes / answers), cv=group),
+        step=ServiceTime(step),
+        export=ServiceTime(export, cv=0.1),
+        publish=ServiceTime(publish, cv=0.1),
+        swap=ServiceTime(swap, cv=0.1),
+        switch=ServiceTime(_HAND_OVER_S, cv=0.1),
+        payload=Payload(4 * 512 + 8 * mean, 4 * mean, 10**9),
+        tokens=tokens,
     )
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from omni_async.commands.command_line import add_command, live_bar, positive, require_writable, write_json
 from omni_async.commands.emulated import emulated
 from omni_async.config import Config, ConfigError, load
-from omni_async.config.draws import require_latents
 from omni_async.config.load import inputs_of
 
 if TYPE_CHECKING:
@@ -203,20 +202,22 @@ def _with_profile(overrides: Sequence[str], profile: str | None) -> list[str]:
 
 def profile_of(config: Config, name: str | None) -> Profile:
     """Load the profile that `--profile` names (None: the recipe's). ConfigError, one line, if none exists."""
-    from omni_async.performance.profile import load_profile, shipped_profiles
+    from omni_async.performance.profile import load_profile, require_times, shipped_profiles
 
-    require_latents(config, "simulation")
-    if name is None:
-        if config.emulation is None:
-            raise ConfigError(
-                "--profile: required, because the recipe has no emulation.profile; a run's profile.json, or one of"
-                f" {', '.join(shipped_profiles())}"
-            )
-        return load_profile(config.emulation.profile)
+    if name is None and config.emulation is None:
+        raise ConfigError(
+            "--profile: required, because the recipe has no emulation.profile; a run's profile.json, or one of"
+            f" {', '.join(shipped_profiles())}"
+        )
+    named = config.emulation.profile if name is None and config.emulation is not None else name
     try:
-        return load_profile(name)
+        found = load_profile(named or "")
+        require_times(config, found)
     except ConfigError as error:
+        if name is None:
+            raise
         raise ConfigError(str(error).replace("emulation.profile", "--profile", 1)) from None
+    return found
 
 
 def _jobs(config: Config, options: argparse.Namespace) -> tuple[list[tuple[str, Config, int]], list[str]]:

@@ -42,8 +42,6 @@ def draws_problems(c: Config) -> Iterator[str]:
             yield "weights.kv: a model that draws latents keeps no keys and values; remove it"
     if draws != "tokens":
         return
-    if c.emulation is not None:
-        yield "emulation: profiles have no times of tokens, which this model draws; remove the section"
     if engine not in TOKEN_ENGINES:
         yield f"rollout.engine: {engine} draws latents, and {family} draws tokens; use vllm or transformers"
     rollout = c.rollout

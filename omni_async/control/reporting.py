@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from omni_async.config import Config
+from omni_async.config.draws import drawn
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import Shown
 from omni_async.control.group_table import GroupTable
@@ -30,7 +31,8 @@ def update_event(
     """Return an update's event data, and the samples to show, if this update shows samples.
 
     `staleness` has one entry per group: the version trained from, minus the oldest version that took any of its trained
-    steps. `buckets` has the mean reward of each bucket that was trained.
+    steps. `buckets` has the mean reward of each bucket that was trained. `answers` has the numbers of tokens and of
+    versions of each answer, if the model draws tokens.
 
     Args:
         report: the trainer's.
@@ -51,6 +53,9 @@ def update_event(
         "buckets": {bucket: sum(values) / len(values) for bucket, values in sorted(rewards.items())},
         "staleness": [report.version - 1 - group.oldest_version for group in groups],
     }
+    if drawn(config) == "tokens":
+        versions = [sample.step_versions for _, sample in samples]
+        data["answers"] = [(one.num_steps, len(one.spans)) for one in versions]
     if report.version % config.tracking.images_every and report.version not in (1, config.trainer.updates):
         return data, ()
     # A checkpoint keeps no media of its groups.

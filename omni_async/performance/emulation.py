@@ -35,18 +35,19 @@ class Device:
         """Return the loop's time, corrected for a late wake-up at the end of the last job."""
         return asyncio.get_running_loop().time() - self._late
 
+    def begins(self, since: float | None = None) -> float:
+        """Return the loop's time at which a job that could start at `since` starts, as for `busy`."""
+        if since is None and self._free is None:
+            return asyncio.get_running_loop().time()
+        return max(t for t in (self._free, since) if t is not None)
+
     async def busy(self, seconds: float, since: float | None = None) -> None:
         """Wait until a job of `seconds` is done.
 
         The job could start at `since`, in the loop's time (None: as soon as the device is free). It starts then or when
         the device is free, whichever is later."""
         loop = asyncio.get_running_loop()
-        start = (
-            loop.time()
-            if since is None and self._free is None
-            else max(t for t in (self._free, since) if t is not None)
-        )
-        self._free = start + seconds
+        self._free = self.begins(since) + seconds
         await asyncio.sleep(max(0.0, self._free - loop.time()))
         self._late = max(0.0, loop.time() - self._free)
 

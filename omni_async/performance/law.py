@@ -24,6 +24,7 @@ import math
 from typing import NamedTuple
 
 import msgspec
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from omni_async.config import Config
@@ -135,7 +136,11 @@ def _longest_wait(config: Config, profile: Profile) -> float:
         "request": 2,
         "drain": 1 + math.ceil(config.rollout.max_inflight / batch),
     }
-    return batches[config.weights.swap] * profile.generate.mean(batch)
+    if profile.tokens is UNSET:
+        return batches[config.weights.swap] * profile.generate.mean(batch)
+    token = profile.tokens.token.mean(batch)
+    longest = max(profile.tokens.lengths) * token  # it may have just begun
+    return token if config.weights.swap == "step" else batches[config.weights.swap] * longest
 
 
 def engine_batch(config: Config) -> int:
@@ -161,8 +166,10 @@ class _Job:
         self._group = profile.train.mean(per_rank) + (profile.proximal.mean(per_rank) if recomputes_proximal else 0.0)
         self._steps = trainer.steps_per_update * profile.step.mean()
         self.train = trainer.groups_per_update * self._group + self._steps
-        share = _makespan if self._in_step else _share
-        self.generate = share(profile.generate, self._samples, self._engines, self._batch)
+        if self._in_step:
+            self.generate = self._generated(self._samples)
+        else:
+            self.generate = _share(profile.generate, self._samples, self._engines, self._batch)
         self._scorers = [
             _Scorer.of(lane, profile, reward.workers, self._samples) for lane in scorer_lanes(config, profile)
         ]
@@ -182,7 +189,7 @@ class _Job:
 
     def _ready(self, samples: int) -> float:
         """Return the seconds until that many samples are generated and scored, with S > 0."""
-        one_scored, one_generated = self._one_scored(), self._profile.generate.mean(1)
+        one_scored, one_generated = self._one_scored(), self._first(1)
         return max(self._generated(samples) + one_scored, one_generated + self._scored(samples))
 
     def _step(self) -> float:
@@ -196,7 +203,7 @@ class _Job:
         last = rest % self._engines * math.ceil(rest / self._engines) or rest or together
         # If not all samples have a slot at once, the first engines take most of the slots.
         fewest = min(self._batch, self._samples // self._engines) if self._samples <= self._slots else 1
-        first = self._profile.generate.mean(max(1, fewest))
+        first = self._first(max(1, fewest))
         if self._scores_late:
             scored = self.generate + self.score
         else:
@@ -211,8 +218,23 @@ class _Job:
         )
 
     def _generated(self, samples: int) -> float:
-        """Return the seconds until all engines together have generated the samples, sharing them evenly."""
-        return _makespan(self._profile.generate, samples, self._engines, self._batch)
+        """Return the seconds until all engines together have generated the samples, sharing them evenly.
+
+        Answers of tokens end one by one. Their work is counted, and that an engine's longest answer ends last: the mean
+        if an engine draws all of its answers at once, otherwise a lower bound."""
+        generate, tokens = self._profile.generate, self._profile.tokens
+        if tokens is UNSET:
+            return _makespan(generate, samples, self._engines, self._batch)
+        together = min(math.ceil(samples / self._engines), self._batch)
+        tail = tokens.token.fixed_s * (tokens.longest(together) - tokens.mean_length)
+        return max(generate.mean(together) + tail, _share(generate, samples, self._engines, self._batch))
+
+    def _first(self, samples: int) -> float:
+        """Return the least seconds until the first of samples that are generated together is done."""
+        tokens = self._profile.tokens
+        if tokens is UNSET:
+            return self._profile.generate.mean(samples)
+        return tokens.prefill.mean(samples) + min(tokens.lengths) * tokens.token.mean(samples)
 
     def _scored(self, samples: int) -> float:
         """Return the least seconds that the reward workers need to score the samples, in any order of arrival."""

@@ -18,13 +18,15 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from omni_async.config import Config, ConfigError
 from omni_async.config.decoding import decode_json
+from omni_async.config.draws import drawn
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.section import size_text
 from omni_async.config.writing import write_atomic
+from omni_async.plugins.families import SamplingSpec
 from omni_async.types import Count, Seconds
 
 _SHIPPED = "omni_async.performance.profiles"
@@ -36,7 +38,7 @@ Bytes = Count
 _NUM_QUANTILES = 50
 # Significance that a fixed part of the time needs.
 _STANDARD_ERRORS = 2.0
-# Tolerance of the mean of rounded quantiles.
+# Tolerance of numbers that follow from rounded ones.
 _FAR_FROM_1 = 0.01
 
 
@@ -147,6 +149,47 @@ class ScorerTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     concurrency: Annotated[int, Meta(ge=1, lt=2**31)] | None = 1
 
 
+class TokenTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The time of answers that an engine draws together, a token of each at a time.
+
+    prefill   reading the prompts of answers that join (units: answers); no token is drawn meanwhile
+    token     one token of every answer in the engine (units: answers)
+
+    `lengths` in tokens, at the probabilities (i + 1/2) / len, define the distribution of lengths."""
+
+    token: ServiceTime
+    lengths: tuple[Annotated[int, Meta(ge=1, lt=2**31)], ...]
+    prefill: ServiceTime = NOTHING
+
+    def __post_init__(self) -> None:
+        if not self.lengths:
+            raise ValueError("lengths: expected at least one")
+
+    @property
+    def mean_length(self) -> float:
+        return sum(self.lengths) / len(self.lengths)
+
+    def longest(self, answers: int) -> float:
+        """Return the mean length of the longest of so many answers."""
+        count, ordered = len(self.lengths), sorted(self.lengths)
+        return sum(length * (((i + 1) / count) ** answers - (i / count) ** answers) for i, length in enumerate(ordered))
+
+    def length_of(self, seed: int) -> int:
+        """Draw the length of the answer with that seed: the same on any engine, whatever else it draws."""
+        return random.Random(seed).choice(self.lengths)
+
+    @property
+    def in_batches(self) -> ServiceTime:
+        """Return the mean time of n answers in an engine that always has n: as one joins whenever one ends."""
+        fixed, unit = (
+            self.mean_length * getattr(self.token, part) + getattr(self.prefill, part) for part in ("fixed_s", "unit_s")
+        )
+        return ServiceTime(fixed, unit)
+
+    def scaled(self, factor: float) -> TokenTimes:
+        return msgspec.structs.replace(self, token=self.token.scaled(factor), prefill=self.prefill.scaled(factor))
+
+
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The service times of one job. Every stage is a `ServiceTime`:
 
@@ -162,6 +205,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     switch    a shared device passes to the next role (unload one, wake the next); with placement.colocated
 
     `scorers` are the times of scorers by label; `score` applies to scorers that are not listed.
+
+    `tokens` are the times of a model that draws tokens; `generate` is then their `TokenTimes.in_batches`.
 
     `source`: origin of the numbers. `assumed`: numbers with another origin."""
 
@@ -179,6 +224,15 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     swap: ServiceTime = NOTHING
     switch: ServiceTime = NOTHING
     payload: Payload = Payload()
+    tokens: TokenTimes | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        if self.tokens is UNSET:
+            return
+        for part in ("fixed_s", "unit_s"):
+            due, given = getattr(self.tokens.in_batches, part), getattr(self.generate, part)
+            if abs(given - due) > _FAR_FROM_1 * due:
+                raise ValueError(f"generate.{part}: by `tokens` it should be {due:.6g}, got {given:.6g}")
 
     def scaled(self, factor: float) -> Profile:
         """Multiply every service time."""
@@ -186,7 +240,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         scorers = {
             label: msgspec.structs.replace(one, time=one.time.scaled(factor)) for label, one in self.scorers.items()
         }
-        return msgspec.structs.replace(self, **own, scorers=scorers)
+        tokens = UNSET if self.tokens is UNSET else self.tokens.scaled(factor)
+        return msgspec.structs.replace(self, **own, scorers=scorers, tokens=tokens)
 
     def _own(self) -> list[str]:
         return [name for name in self.__struct_fields__ if isinstance(getattr(self, name), ServiceTime)]
@@ -194,6 +249,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def stages(self) -> dict[str, ServiceTime]:
         """Return the time of every stage, by name; a scorer's is called `score/LABEL`."""
         own = {name: getattr(self, name) for name in self._own()}
+        if self.tokens is not UNSET:
+            own |= {"token": self.tokens.token, "prefill": self.tokens.prefill}
         return own | {f"score/{label}": one.time for label, one in self.scorers.items()}
 
     def scorer(self, label: str) -> ScorerTime:
@@ -221,6 +278,25 @@ def load_profile(name: str) -> Profile:
         )
     with resources.as_file(resources.files(_SHIPPED) / f"{name}.json") as path:
         return read_profile(path)
+
+
+def require_times(config: Config, profile: Profile) -> None:
+    """Raise ConfigError unless the profile has the times of what the job's model draws, latents or tokens."""
+    spec, draws = config.rollout.sampling, drawn(config) or "latents"
+    if (profile.tokens is UNSET) != (draws == "latents"):
+        has = "no times of tokens" if profile.tokens is UNSET else "times of tokens alone"
+        raise ConfigError(
+            f"emulation.profile: {profile.name} has {has}, and the recipe's model draws {draws}; give another profile"
+        )
+    if profile.tokens is UNSET:
+        return
+    if not isinstance(spec, SamplingSpec) or spec.most_tokens is None:
+        raise ConfigError("model.pipeline: required to emulate answers, because its family bounds their tokens")
+    if max(profile.tokens.lengths) > spec.most_tokens:
+        raise ConfigError(
+            f"rollout.sampling: the longest answer of profile {profile.name} has {max(profile.tokens.lengths)} tokens,"
+            f" and the most are {spec.most_tokens}; raise it"
+        )
 
 
 def require_room(config: Config, payload: Payload) -> None:

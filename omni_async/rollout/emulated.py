@@ -4,7 +4,8 @@ Requests, versions and reports are real. `times` determines all durations. `Repl
 that are batches of waiting requests that start and end together. `StepTimes` is `rollout.emulated`: running samples
 take one denoising step at a time, and a sample joins as soon as there is room and leaves after its last step. `make`
 determines the contents of a sample. `RandomPayload` returns bytes of a profile's sizes; `ZeroVelocity` of
-`omni_async.rollout.stepping` makes real trajectories of a policy that does nothing.
+`omni_async.rollout.stepping` makes real trajectories of a policy that does nothing. `TokenByToken` replays a profile's
+times of answers: these join and leave as with `StepTimes`, and each has a length of its seed.
 
 Every step is stamped with the version that took it, and a swap falls between two steps. The engine sleeps on the event
 loop, never in a thread, so it also runs on a loop of virtual time. It waits for a request, a swap, or the device;
@@ -14,6 +15,7 @@ loop, never in a thread, so it also runs on a loop of virtual time. It waits for
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni_async.performance.emulation import SEED_BYTES, Device, Draws, random_bytes, with_seed
-from omni_async.performance.profile import Payload, Profile
+from omni_async.performance.profile import Payload, Profile, TokenTimes
 from omni_async.rollout.base import EngineError, StagedVersion, Trajectory, require_whole
 from omni_async.types import SampleRequest, VersionSpans, WeightManifest, WeightReport
 
@@ -38,6 +40,9 @@ _INSTANT_SHARE = 0.05
 # Trajectories are windows of one random buffer, at offsets below this many bytes; storing one copies it.
 _OFFSETS = 4096
 
+# Sums of floats may differ from the end of a step by this share of it.
+_SAME_STEP = 1e-6
+
 Make = Callable[[SampleRequest, VersionSpans], Trajectory]
 
 
@@ -45,14 +50,24 @@ class EngineTimes(ABC):
     """The seconds that an engine's device takes; only steps take time unless a method overrides it.
 
     `in_batches`: samples start together and end together, and `step` is called once for all steps of a batch; otherwise
-    a sample joins and leaves at any step. `gather`: how long the first sample waits for others."""
+    a sample joins and leaves at any step. `in_strides`: steps are so many that the engine wakes up only after a step
+    that ends a sample, or lets another join. `gather`: how long the first sample waits for others."""
 
     in_batches = False
+    in_strides = False
     gather = 0.0
 
     @abstractmethod
     def step(self, samples: int, num_steps: int) -> float:
-        """Return the seconds of one denoising step of `samples` samples, of `num_steps` each."""
+        """Return the seconds of one denoising step, or token, of `samples` samples, of `num_steps` each."""
+
+    def num_steps(self, request: SampleRequest) -> int:
+        """Return the number of steps, or tokens, of a sample."""
+        return request.num_inference_steps
+
+    def prefill(self, samples: int) -> float:
+        """Return the seconds until samples that join take their first step."""
+        return 0.0
 
     def decode(self) -> float:
         return 0.0
@@ -103,6 +118,27 @@ class ReplayedTimes(EngineTimes):
         return self._draws.seconds("swap") + (self._draws.seconds("switch") if self._takes_turns else 0.0)
 
 
+class TokenByToken(ReplayedTimes):
+    """A profile's times of answers that the engine `name` draws token by token."""
+
+    in_batches = False
+    in_strides = True
+
+    def __init__(self, name: str, profile: Profile, seed: int, tokens: TokenTimes, **options: Any) -> None:
+        super().__init__(name, profile, seed, **options)
+        self._tokens = tokens
+        self.gather = 0.0
+
+    def step(self, samples: int, num_steps: int) -> float:
+        return self._draws.seconds("token", samples)
+
+    def num_steps(self, request: SampleRequest) -> int:
+        return self._tokens.length_of(request.seed)
+
+    def prefill(self, samples: int) -> float:
+        return self._draws.seconds("prefill", samples)
+
+
 class RandomPayload:
     """Makes samples of random bytes, of a profile's sizes; media begin with the sample's seed."""
 
@@ -126,7 +162,12 @@ class _Sample:
     request: SampleRequest
     arrived: float
     made: asyncio.Future[None]
+    num_steps: int
     versions: list[int] = field(default_factory=list)
+
+    @property
+    def missing(self) -> int:
+        return self.num_steps - len(self.versions)
 
 
 class _Swap(NamedTuple):
@@ -162,7 +203,7 @@ class EmulatedEngine:
     async def generate(self, request: SampleRequest) -> Trajectory:
         self._require_running()
         loop = asyncio.get_running_loop()
-        sample = _Sample(request, loop.time(), loop.create_future())
+        sample = _Sample(request, loop.time(), loop.create_future(), self._times.num_steps(request))
         self._waiting.append(sample)
         self._work.set()
         await sample.made
@@ -240,26 +281,46 @@ class EmulatedEngine:
             await asyncio.sleep(self._times.gather)
         self._join()
         if self._times.in_batches:
-            self._step_s = self._times.step(len(self._running), self._running[0].request.num_inference_steps)
+            self._step_s = self._times.step(len(self._running), self._running[0].num_steps)
 
     def _join(self) -> None:
         while self._waiting and len(self._running) < self._max_batch:
-            steps = {sample.request.num_inference_steps for sample in (self._waiting[0], *self._running[:1])}
+            steps = {sample.num_steps for sample in (self._waiting[0], *self._running[:1])}
             if self._times.in_batches and len(steps) > 1:
                 return
             self._running.append(self._waiting.popleft())
 
     async def _step(self) -> None:
-        """Take one denoising step of everything that runs."""
+        """Take one denoising step of everything that runs, or all steps of a stride."""
+        since, self._since = self._since, None
         if not self._times.in_batches:
             self._join()
+            joined = sum(not sample.versions for sample in self._running)
+            if seconds := self._times.prefill(joined) if joined else 0.0:
+                await self._device.busy(seconds, since)
+                since = None
             self._step_s = self._times.step(len(self._running), 1)
-        since, self._since = self._since, None
-        await self._device.busy(self._step_s, since)
+        num_steps = await self._stride(self._device.begins(since)) if self._times.in_strides else 1
+        await self._device.busy(num_steps * self._step_s, since)
         for sample in self._running:
-            sample.versions.append(self._version)
-        for sample in [one for one in self._running if len(one.versions) >= one.request.num_inference_steps]:
+            sample.versions += [self._version] * num_steps
+        for sample in [one for one in self._running if one.missing <= 0]:
             await self._decode(sample)
+
+    async def _stride(self, start: float) -> int:
+        """Wait for the last step, of those from `start` on, before a sample ends, a sample can join, or a swap.
+
+        Returns the number of steps."""
+        loop, most = asyncio.get_running_loop(), min(sample.missing for sample in self._running)
+        try:
+            async with asyncio.timeout_at(start + most * self._step_s):
+                while self._swap is None and not (self._waiting and len(self._running) < self._max_batch):
+                    self._work.clear()
+                    await self._work.wait()
+        except TimeoutError:
+            return most
+        begun = (loop.time() - start) / self._step_s if self._step_s else most
+        return max(1, min(most, math.ceil(begun - _SAME_STEP)))
 
     async def _decode(self, sample: _Sample) -> None:
         if seconds := self._times.decode():

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from msgspec import UNSET
+
 from omni_async.accelerator import require_accelerator
 from omni_async.config.draws import TOKEN_ENGINES
 from omni_async.config.schema import Config
@@ -56,10 +58,14 @@ def build_engine(
 
 
 def _replayed(config: Config, engine_name: str, profile: Profile) -> RolloutEngine:
-    from omni_async.rollout.emulated import EmulatedEngine, RandomPayload, ReplayedTimes
+    from omni_async.rollout.emulated import EmulatedEngine, RandomPayload, ReplayedTimes, TokenByToken
 
     batch, seed = config.rollout.max_batch, config.run.seed
-    times = ReplayedTimes(engine_name, profile, seed, max_batch=batch, takes_turns=config.placement.colocated)
+    options: dict[str, Any] = {"max_batch": batch, "takes_turns": config.placement.colocated}
+    if profile.tokens is UNSET:
+        times = ReplayedTimes(engine_name, profile, seed, **options)
+    else:
+        times = TokenByToken(engine_name, profile, seed, profile.tokens, **options)
     return EmulatedEngine(engine_name, times, RandomPayload(profile.payload, seed), max_batch=batch)
 
 

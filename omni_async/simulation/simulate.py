@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import cast
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from omni_async.config import Config
@@ -27,6 +28,7 @@ from omni_async.performance.law import async_step, with_estimates
 from omni_async.performance.profile import Profile
 from omni_async.roles.plan import plan_updates
 from omni_async.simulation.result import Simulated, Sweep, times_of
+from omni_async.simulation.simulated_answers import SimulatedAnswers
 from omni_async.simulation.simulated_engine import SimulatedEngine
 from omni_async.simulation.simulated_roles import (
     SimulatedPublisher,
@@ -232,7 +234,13 @@ def _world(
 
 async def _play(world: World, updated: Callable[[int], None]) -> None:
     publisher = SimulatedPublisher(world)
-    engines = [SimulatedEngine(name, world, publisher.swapped) for name in world.config.engine_names]
+    tokens = world.profile.tokens
+    engines = [
+        SimulatedEngine(name, world, publisher.swapped)
+        if tokens is UNSET
+        else SimulatedAnswers(name, world, publisher.swapped, tokens)
+        for name in world.config.engine_names
+    ]
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(watch(world), name="watcher")

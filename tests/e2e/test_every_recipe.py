@@ -22,7 +22,7 @@ from tests.support.job_world import ENVIRONMENT, emulate, left_behind, run, writ
 from tests.support.places import ROOT
 
 RECIPES = ROOT / "recipes"
-# They generate their samples, of latents: profiles have no times of tokens.
+# They generate their samples, of latents: the profile has no times of tokens.
 ONLINE = [
     path
     for path in sorted(RECIPES.rglob("*.yaml"))

@@ -41,6 +41,10 @@ def throughput(shown: Sequence[Shown]) -> Section:
     """Return the section with the speed of the runs."""
     wanted = (
         ("images_per_s", "Samples per second", "1/s", "Generated training samples, over the last 30 seconds."),
+        ("tokens_per_s", "Tokens per second", "1/s", "Tokens of trained answers, over the last 30 seconds."),
+        ("answer_tokens/median", "Median length of answers", "tokens", "Of an update's answers."),
+        ("answer_tokens/p95", "Length of long answers", "tokens", "One in twenty of an update's answers is longer."),
+        ("answer_versions", "Versions inside an answer", "", "Mean over an update's answers."),
         ("update_s", "Seconds per update", "s", "From the start of the update to its end, waiting included."),
     )
     blocks: list[Block] = []
@@ -48,7 +52,13 @@ def throughput(shown: Sequence[Shown]) -> Section:
         curves = with_bands([one for one in shown if one.has(key)], lambda one: one.points(key))  # noqa: B023
         if any(curve.y for curve in curves):
             chart = Chart(
-                f"metric-{key}", title, hint, axes(), Axis("", unit, low=0), curves, note=thinning_note(curves)
+                f"metric-{key.replace('/', '-')}",
+                title,
+                hint,
+                axes(),
+                Axis("", unit, low=0),
+                curves,
+                note=thinning_note(curves),
             )
             blocks.append(chart)
     blocks += _accelerators(shown)

@@ -164,6 +164,10 @@ def _facts(follower: Follower, answer: Mapping[str, Any] | None) -> Block:
                 f"{last.get('images', 0):,.0f} {made} for training up to the last update",
             )
         )
+    if (rate := last.get("tokens_per_s")) is not None:
+        middle, long, versions = (last.get(f"answer_{name}", 0) for name in ("tokens/median", "tokens/p95", "versions"))
+        detail = f"answers of {middle:.0f} tokens in the median, {long:.0f} at 95 %, {versions:.2g} versions inside"
+        items.append(_fact("Tokens/s", f"{rate:.3g}", detail))
     if (age := last.get("staleness/mean")) is not None:
         detail = f"{last.get('staleness/max', 0):.0f} at most, in the last update"
         reserve, starved = (last.get(f"admission/{name}", 0.0) for name in ("reserve_s", "starved_s"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
 from typing import Any
 
 from omni_async.config import Config
@@ -38,6 +39,7 @@ def update_numbers(
         "staleness/max": max(staleness),
         "images": data["images"],
         "images_per_s": images_per_s,
+        **answer_numbers(data.get("answers", ()), images_per_s),
         "encoder/calls": data["encoded"],
         **({"encoder/hits": 1 - data["encoded"] / data["drawn"]} if data["drawn"] else {}),
         **({"prefix/shared": data["shared_steps"] / data["steps"]} if _shares_prefix(config, data) else {}),
@@ -60,6 +62,19 @@ def update_numbers(
 
 def _shares_prefix(config: Config, data: Mapping[str, Any]) -> bool:
     return config.rollout.share_prefix and bool(data["steps"])
+
+
+def answer_numbers(answers: Sequence[tuple[int, int]], answers_per_s: float) -> dict[str, float]:
+    """Return the numbers of answers, each of so many tokens and versions; none for a model that draws latents."""
+    if not answers:
+        return {}
+    lengths = sorted(length for length, _ in answers)
+    return {
+        "tokens_per_s": answers_per_s * fmean(lengths),
+        "answer_tokens/median": median(lengths),
+        "answer_tokens/p95": lengths[min(len(lengths) - 1, int(0.95 * len(lengths)))],
+        "answer_versions": fmean(versions for _, versions in answers),
+    }
 
 
 def _of_scorers(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -34,7 +34,7 @@ from omni_async.control.reward_formula import RewardFormula
 from omni_async.data.prompts import PromptCheck, load_prompts
 from omni_async.data.split import held_out, shared_note
 from omni_async.performance.law import unmeasured, with_estimates
-from omni_async.performance.profile import Payload, load_profile, require_room
+from omni_async.performance.profile import Payload, load_profile, require_room, require_times
 from omni_async.plugins.extras import missing_extra
 from omni_async.plugins.families import PipelineFamily, SamplingSpec, find_family
 from omni_async.plugins.programs import find_program
@@ -333,6 +333,7 @@ def _emulated(config: Config, emulation: Emulation, plan: Plan) -> RunInputs:
 
     `model`, `data`, `reward.scorers` and `validation` are ignored."""
     profile = load_profile(emulation.profile)
+    require_times(config, profile)
     notes = unmeasured(profile, config, recomputes_proximal=plan.proximal)
     profile = with_estimates(profile, config).scaled(emulation.time_scale)
     sizes = {
