@@ -148,7 +148,10 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     layout: `diffusers`, a folder per component below a `model_index.json`; or `transformers`, one folder with a
         `config.json` and all weights.
     component_class: with layout `transformers`, the class that loads the first component from the folder of the model;
-        None: `model_index_class`."""
+        None: `model_index_class`.
+    fused: the parameters of modules `experts` that hold all experts (experts, rows, columns), where the checkpoint has
+        matrices of each: pairs of a parameter's name and the names of the matrices whose rows it consists of, of as
+        many rows each (`omni_async.weights.experts`)."""
 
     name: str
     policy: str
@@ -165,6 +168,7 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     draws: Literal["latents", "tokens"] = "latents"
     layout: Literal["diffusers", "transformers"] = "diffusers"
     component_class: str | None = None
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 @cache

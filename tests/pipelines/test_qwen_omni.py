@@ -1,46 +1,64 @@
-"""Tests Qwen2.5-Omni's thinker against transformers' own, with text, images, and both in one row."""
+"""Tests the Qwen-Omni thinkers against transformers' own, with text, images, and both in one row."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from msgspec import ValidationError, convert
+from omni_async_pipelines import qwen3_omni, qwen_omni
+from omni_async_pipelines.qwen3_omni import tiny as tiny3
+from omni_async_pipelines.qwen3_omni.policy import Qwen3OmniPolicy
+from omni_async_pipelines.qwen_omni import tiny
 from omni_async_pipelines.qwen_omni.policy import QwenOmniPolicy
 from omni_async_pipelines.qwen_omni.sampling import QwenOmniSampling
-from omni_async_pipelines.qwen_omni.thinker import Thinker
-from omni_async_pipelines.qwen_omni.tiny import CONTEXT, build
+from omni_async_pipelines.qwen_omni.thinker import DrawsTokens
+from omni_async_pipelines.qwen_omni.tiny import CONTEXT
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import Qwen2_5OmniThinkerForConditionalGeneration
+from torch import Tensor, nn
+from transformers import Qwen2_5OmniThinkerForConditionalGeneration, Qwen3OmniMoeThinkerForConditionalGeneration
+from transformers.core_model_loading import revert_weight_conversion
 
+from omni_async.config.schema import Lora
 from omni_async.data.image_files import prompt_image
 from omni_async.tokens.packing import Answered, pack
+from omni_async.training.auxiliary import add_adapters
 from omni_async.types import Prompt, PromptImage
 
 SPEC = QwenOmniSampling(max_tokens=16)
 SIZES = ((84, 56), (56, 140), (28, 28))  # the second has several windows of the tower
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> QwenOmniPolicy:
-    return QwenOmniPolicy(str(build(tmp_path_factory.mktemp("qwen_omni") / "tiny")))
+FAMILIES = {
+    "qwen_omni": (QwenOmniPolicy, tiny.build, Qwen2_5OmniThinkerForConditionalGeneration),
+    "qwen3_omni": (Qwen3OmniPolicy, tiny3.build, Qwen3OmniMoeThinkerForConditionalGeneration),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def thinker(policy: QwenOmniPolicy) -> Thinker:
+def policy(family: str, tmp_path_factory: pytest.TempPathFactory) -> QwenOmniPolicy:
+    cls, build, _ = FAMILIES[family]
+    return cls(str(build(tmp_path_factory.mktemp(family) / "tiny")))
+
+
+@pytest.fixture(scope="module")
+def thinker(policy: QwenOmniPolicy) -> Any:
     thinker = policy.load_components(torch.float32)["thinker"]
-    assert isinstance(thinker, Thinker) and not thinker.training
+    assert isinstance(thinker, DrawsTokens) and not thinker.training
     return thinker
 
 
 @pytest.fixture(scope="module")
-def theirs(policy: QwenOmniPolicy) -> Qwen2_5OmniThinkerForConditionalGeneration:
-    return Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(policy.path).eval()
+def theirs(family: str, policy: QwenOmniPolicy) -> Any:
+    return FAMILIES[family][2].from_pretrained(policy.path).eval()
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +124,10 @@ def test_image_features_may_come_as_one_tensor_per_image(policy, thinker, prompt
     joined = thinker._image_features(pixels, grids)
     get, merged = thinker.get_image_features, thinker.spatial_merge_size**2
 
-    def apart(pixels: Tensor, grids: Tensor, **how: Any) -> SimpleNamespace:
-        found = get(pixels, grids, **how).pooler_output
-        return SimpleNamespace(pooler_output=found.split((grids.prod(1) // merged).tolist()))
+    def apart(pixels: Tensor, grids: Tensor, **how: Any) -> Any:
+        found = get(pixels, grids, **how)
+        found.pooler_output = found.pooler_output.split((grids.prod(1) // merged).tolist())
+        return found
 
     monkeypatch.setattr(thinker, "get_image_features", apart)
     assert torch.equal(thinker._image_features(pixels, grids), joined)
@@ -190,18 +209,36 @@ def test_towers_are_frozen(policy, thinker):
     assert list(policy.layers(thinker)) == list(thinker.model.layers)
 
 
-def test_weights_are_the_checkpoint_s(policy, thinker, tmp_path: Path):
+def test_adapters_are_on_attention_alone(family, policy):
+    components = nn.ModuleDict(policy.load_components(torch.float32))
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+    add_adapters(components, Lora(rank=2, target_modules=targets), 0, policy.frozen)
+    adapted = {name.partition(".lora_A")[0] for name, _ in components.named_parameters() if ".lora_A." in name}
+    layers = range(len(policy.layers(components["thinker"])))
+    assert adapted == {f"thinker.model.layers.{n}.self_attn.{target}" for n in layers for target in targets}
+    if family == "qwen3_omni":
+        for experts in (("gate_up_proj",), ("q_proj", "down_proj")):
+            with pytest.raises(ValueError, match=r"^model\.lora\.target_modules: "):
+                components = nn.ModuleDict(policy.load_components(torch.float32))
+                add_adapters(components, Lora(rank=2, target_modules=experts), 0, policy.frozen)
+
+
+def test_weights_are_the_checkpoint_s(family, policy, thinker, tmp_path: Path):
     """Loads the thinker alone, of a checkpoint with talker and vocoder, in the dtype of the recipe."""
     stored = load_file(Path(policy.path) / "model.safetensors")
-    assert {f"thinker.{name}" for name, _ in thinker.named_parameters()} == stored.keys()
-    assert all(torch.equal(stored[f"thinker.{name}"], weight) for name, weight in thinker.named_parameters())
+    held = {name: weight.detach() for name, weight in thinker.named_parameters()}
+    assert sum(weight.numel() for weight in held.values()) == sum(weight.numel() for weight in stored.values())
+    by_transformers = revert_weight_conversion(thinker, dict(held))
+    assert {f"thinker.{name}" for name in by_transformers} == stored.keys()
+    assert all(torch.equal(stored[f"thinker.{name}"], weight) for name, weight in by_transformers.items())
+    assert (held.keys() != by_transformers.keys()) == (family == "qwen3_omni"), "experts are fused"
 
     def checkpoint(name: str, weights: dict[str, Tensor]) -> QwenOmniPolicy:
         (tmp_path / name).mkdir()
         for file in Path(policy.path).iterdir():
             (tmp_path / name / file.name).write_bytes(file.read_bytes())
         save_file(weights, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
-        return QwenOmniPolicy(str(tmp_path / name))
+        return type(policy)(str(tmp_path / name))
 
     whole = checkpoint("whole", stored | {"talker.model.norm.weight": torch.ones(4)})
     loaded = whole.load_components(torch.bfloat16)["thinker"]
@@ -220,11 +257,12 @@ def test_texts_have_no_special_tokens(policy):
     assert policy.text([end]) == ""
 
 
-def test_prompts_that_the_model_cannot_take(policy, prompts):
-    marked = Prompt(0, "an <|IMAGE|> in words")
-    with pytest.raises(ValueError, match=r"it holds <\|IMAGE\|>"):
-        policy.prepare(marked, SPEC)
-    assert "remove it" in str(SPEC.refused(marked.text, ()))
+def test_prompts_that_the_model_cannot_take(family, policy, prompts):
+    spec = {"qwen_omni": qwen_omni, "qwen3_omni": qwen3_omni}[family].FAMILY.sampling(max_tokens=16)
+    marked = Prompt(0, f"an {policy.processor.image_token} in words")
+    with pytest.raises(ValueError, match=r"it holds <\|(IMAGE|image_pad)\|>"):
+        policy.prepare(marked, spec)
+    assert "remove it" in str(spec.refused(marked.text, ()))
     assert SPEC.refused("a circle", ((84, 56),)) is None
     assert "too narrow" in str(SPEC.refused("a circle", ((84, 56), (1, 300))))
     length = len(policy.prepare(prompts[1], SPEC).ids)
