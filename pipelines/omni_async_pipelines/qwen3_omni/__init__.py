@@ -19,6 +19,7 @@ FAMILY = PipelineFamily(
     model_index_class="Qwen3OmniMoeForConditionalGeneration",
     components=("thinker",),
     prompt_images=16,
+    parity="omni_async_pipelines.qwen3_omni.parity:CASES",
     draws="tokens",
     layout="transformers",
     component_class="Qwen3OmniMoeThinkerForConditionalGeneration",

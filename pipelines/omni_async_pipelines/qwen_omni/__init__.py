@@ -12,6 +12,7 @@ FAMILY = PipelineFamily(
     model_index_class="Qwen2_5OmniForConditionalGeneration",
     components=("thinker",),
     prompt_images=16,
+    parity="omni_async_pipelines.qwen_omni.parity:CASES",
     draws="tokens",
     layout="transformers",
     component_class="Qwen2_5OmniThinkerForConditionalGeneration",
