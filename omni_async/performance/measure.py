@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean, median
+from typing import Any
 
 from omni_async.config import Config
 from omni_async.config.reward import Reward
@@ -44,7 +45,7 @@ def measure(spans: Sequence[Span], config: Config, *, samples_per_rank: float, n
     switch = _each(steady["switch"])
     # A span begins with the wait for a boundary between two denoising steps; the shortest span has almost no wait.
     swap = min(map(_seconds, steady["swap"]), default=0.0)
-    stages = {
+    stages: dict[str, Any] = {
         "generate": fit(_generate_jobs(by_kind["generate"], by_kind["swap"], swap, config.rollout, start)),
         "score": _of_scorer(steady["score"]),
         "proximal": fit([(samples_per_rank, _seconds(span)) for span in steady["proximal"]]),

@@ -150,7 +150,10 @@ class PipelineFamily(msgspec.Struct, frozen=True):
         `config.json` and all weights.
     component_class: with layout `transformers`, the class that loads the first component from the folder of the model;
         None: `model_index_class`.
-    on_vllm: whether vLLM loads its checkpoints; its policy then is an `omni_async.tokens.policy.ReadByVllm`."""
+    on_vllm: whether vLLM loads its checkpoints; its policy then is an `omni_async.tokens.policy.ReadByVllm`.
+    fused: the parameters of modules `experts` that hold all experts (experts, rows, columns), where the checkpoint has
+        matrices of each: pairs of a parameter's name and the names of the matrices whose rows it consists of, of as
+        many rows each (`omni_async.weights.experts`)."""
 
     name: str
     policy: str
@@ -169,6 +172,7 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     layout: Literal["diffusers", "transformers"] = "diffusers"
     component_class: str | None = None
     on_vllm: bool = False
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 @cache

@@ -74,7 +74,8 @@ class Cache(Protocol):
 class TokenPolicy(Protocol):
     """A model family's functions for one checkpoint.
 
-    components: the trained modules by name. `component.parameter` is a weight's name in the checkpoint and on the wire.
+    components: the trained modules by name. `component.parameter` is a weight's name on the wire and, unless its family
+    fuses experts (`PipelineFamily.fused`), in the checkpoint.
     frozen: prefixes of the weights, as `component.module`, that are never trained, sharded or published (towers of
     images and audio). stop_tokens: the tokens that end an answer."""
 

@@ -7,6 +7,7 @@ without the rest.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
 from omni_async.training import TrainingError
 from omni_async.training.checkpoint import AUXILIARY, FOLDER, MODEL
+from omni_async.weights.experts import At, Fused, checkpoint_parts
 
 Which = Literal["drawing", "trained", "old", "ema"]
 _AT_ONCE = 4 * 2**30
@@ -34,9 +36,14 @@ class TrainedWeights:
     not_finite: the names of the tensors read so far that contain a NaN or an infinity.
     is_adapter: whether the tensors are LoRA factors (`<layer>.lora_A.weight`, `<layer>.lora_B.weight`), not weights.
 
+    Args:
+        checkpoint: its folder.
+        policy: as above.
+        fused: `PipelineFamily.fused`, for the tensors of experts as in the files; empty: as the model holds them.
+
     Raises TrainingError, one line, if the checkpoint cannot be read or does not have the policy."""
 
-    def __init__(self, checkpoint: Path, policy: Which = "drawing") -> None:
+    def __init__(self, checkpoint: Path, policy: Which = "drawing", fused: Fused = ()) -> None:
         self._folder = checkpoint / FOLDER
         try:
             stored = HuggingFaceStorageReader(str(self._folder)).read_metadata().state_dict_metadata
@@ -57,6 +64,11 @@ class TrainedWeights:
             if key.startswith(self._prefix) and isinstance(entry, TensorStorageMetadata)
         }
         self._require_stored()
+        self._places = {
+            part: (key, at)
+            for key, entry in self._stored.items()
+            for part, at in checkpoint_parts(key, entry.size, fused)
+        }
         self.not_finite: list[str] = []
         self.is_adapter = any(key.endswith((".lora_A.weight", ".lora_B.weight")) for key in self._stored)
 
@@ -68,18 +80,19 @@ class TrainedWeights:
             raise TrainingError(f"{self._folder} cannot be read: its tensors have {asked} bytes, and its files {held}")
 
     def names(self, component: str) -> list[str]:
-        """Return the names of a component's trained tensors in the model's files.
+        """Return the names of a component's trained tensors.
 
         An empty component means all of them; their names then begin with the component's."""
         start = _key(component, "")
-        return sorted(key.removeprefix(start) for key in self._stored if key.startswith(start))
+        return sorted(key.removeprefix(start) for key in self._places if key.startswith(start))
 
     @property
     def components(self) -> list[str]:
         return sorted({key.partition(".")[0] for key in self._stored})
 
     def shape(self, component: str, name: str) -> tuple[int, ...]:
-        return tuple(self._stored[_key(component, name)].size)
+        key, at = self._places[_key(component, name)]
+        return tuple(torch.empty(self._stored[key].size, device="meta")[at].shape)
 
     def read(self, component: str, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Return tensors of a component on the CPU, in the dtype of training.
@@ -91,12 +104,22 @@ class TrainedWeights:
         Raises:
             TrainingError: they cannot be read; one line."""
         names = self.names(component) if names is None else names
-        wanted = {name: f"{self._prefix}{_key(component, name)}" for name in names}
-        entries = {name: self._stored[_key(component, name)] for name in wanted}
+        wanted: dict[str, dict[str, At]] = defaultdict(dict)  # names and places by the stored tensor
+        for name in names:
+            key, at = self._places[_key(component, name)]
+            wanted[key][name] = at
+        entries = {key: self._stored[key] for key in wanted}
         try:
-            found = {wanted[name]: torch.empty(one.size, dtype=one.properties.dtype) for name, one in entries.items()}
+            found = {
+                f"{self._prefix}{key}": torch.empty(one.size, dtype=one.properties.dtype)
+                for key, one in entries.items()
+            }
             read_tensors(found, storage_reader=HuggingFaceStorageReader(str(self._folder)), no_dist=True)
-            tensors = {name: found[key] for name, key in wanted.items()}
+            tensors: dict[str, Tensor] = {}
+            for key, parts in wanted.items():
+                stored = found.pop(f"{self._prefix}{key}")
+                # Parts are copied: files cannot hold views of one tensor.
+                tensors |= {name: stored if at is ... else stored[at].clone() for name, at in parts.items()}
             bad = (name for name, one in tensors.items() if not torch.isfinite(one).all())
             self.not_finite += [_key(component, name) for name in bad]
         except Exception as error:
@@ -116,8 +139,8 @@ class TrainedWeights:
         waiting: list[str] = []
         held = 0
         for name in self.names(component):
-            stored = self._stored[_key(component, name)]
-            nbytes = stored.size.numel() * stored.properties.dtype.itemsize
+            stored = self._stored[self._places[_key(component, name)][0]]
+            nbytes = math.prod(self.shape(component, name)) * stored.properties.dtype.itemsize
             if waiting and held + nbytes > most:
                 yield from self.read(component, waiting).items()
                 waiting, held = [], 0

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from omni_async_pipelines.qwen3_omni import tiny as tiny3
+from omni_async_pipelines.qwen3_omni.policy import Qwen3OmniPolicy
 from omni_async_pipelines.qwen_omni.policy import QwenOmniPolicy
 from safetensors.torch import load_file
 from torch import Tensor
@@ -29,13 +31,13 @@ LABEL = f"update-{VERSION:06d}"
 Capture = pytest.CaptureFixture[str]
 
 
-def trained_thinker(folder: Path, *overrides: str, by: float) -> Trained:
+def trained_thinker(folder: Path, *overrides: str, by: float, policy: type[QwenOmniPolicy] = QwenOmniPolicy) -> Trained:
     """Makes a run of the recipe whose weights have moved, with a checkpoint."""
     run = folder / "runs" / "read-20260101-120000"
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(resolved_yaml(load(RECIPE, overrides)))
     config = load(run / "config.yaml")
-    engine = started(config, QwenOmniPolicy(config.model.path))
+    engine = started(config, policy(config.model.path))
     nudge(engine, by)
     write_checkpoint(run, config, engine)
     return Trained(run, config, engine)
@@ -62,7 +64,8 @@ def loaded(capsys: Capture, *arguments: Any) -> dict[str, Any]:
     assert main(["export", *map(str, arguments)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     names: dict[str, Any] = {}
-    exec("from transformers import AutoProcessor, Qwen2_5OmniThinkerForConditionalGeneration", names)
+    thinkers = "Qwen2_5OmniThinkerForConditionalGeneration, Qwen3OmniMoeThinkerForConditionalGeneration"
+    exec(f"from transformers import AutoProcessor, {thinkers}", names)
     exec(last.removeprefix("load it: "), names)
     return names
 
@@ -108,6 +111,23 @@ def test_transformers_loads_a_whole_model(trained: Trained, tmp_path: Path, caps
     front = yaml.safe_load(card.split("---\n")[1])
     assert (front["library_name"], front["pipeline_tag"]) == ("transformers", "image-text-to-text")
     assert "denoising" not in card and "diffusers" not in card
+
+
+def test_transformers_loads_experts(tmp_path: Path, capsys: Capture) -> None:
+    """They are one tensor in the trainer, and one for each expert in files."""
+    base = tiny3.build(tmp_path / "base")
+    trained = trained_thinker(
+        tmp_path, "model.pipeline=qwen3_omni", f"model.path={base}", by=0.02, policy=Qwen3OmniPolicy
+    )
+    model = loaded(capsys, trained.run, "--out", tmp_path / "out")["model"]
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    before = load_file(base / "model.safetensors")
+    assert {name: one.shape for name, one in stored.items()} == {name: one.shape for name, one in before.items()}
+    expert = "thinker.model.layers.1.mlp.experts.3.up_proj.weight"
+    assert not torch.equal(stored[expert], before[expert])
+    mine = weights_of(trained)
+    found = {f"thinker.{name}": weight for name, weight in model.state_dict().items()}
+    assert found.keys() == mine.keys() and all(torch.equal(found[name], weight) for name, weight in mine.items())
 
 
 def test_adapters_and_their_merged_model_are_the_same(lora: Trained, tmp_path: Path, capsys: Capture) -> None:

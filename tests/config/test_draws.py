@@ -180,8 +180,6 @@ def test_a_checkpoints_content_is_compared_whatever_files_hold_it(tmp_path: Path
     "command",
     [
         ("check", "RECIPE", "--device", "80"),
-        ("parity", "RECIPE"),
-        ("parity", "answers"),
         ("simulate", "RECIPE", "--profile", "qwen_image_lora_h800"),
         ("simulate", "RECIPE", "--profile", "qwen_image_lora_h800", "--what-if"),
         ("simulate", "RUN"),

@@ -1,16 +1,18 @@
-"""Tests the engine of tokens with a tiny Qwen2.5-Omni thinker, against transformers' own forward pass."""
+"""Tests the engine of tokens with tiny Qwen-Omni thinkers, against transformers' own forward pass."""
 
 import asyncio
 from typing import Any
 
 import pytest
 import torch
+from omni_async_pipelines.qwen3_omni import tiny as tiny3
+from omni_async_pipelines.qwen3_omni.policy import Qwen3OmniPolicy
+from omni_async_pipelines.qwen_omni import tiny
 from omni_async_pipelines.qwen_omni.policy import QwenOmniPolicy
 from omni_async_pipelines.qwen_omni.sampling import QwenOmniSampling
-from omni_async_pipelines.qwen_omni.tiny import build
 from PIL import Image
 from torch import Tensor
-from transformers import Qwen2_5OmniThinkerForConditionalGeneration as Thinker
+from transformers import Qwen2_5OmniThinkerForConditionalGeneration, Qwen3OmniMoeThinkerForConditionalGeneration
 
 from omni_async.data.image_files import prompt_image
 from omni_async.rollout.base import Trajectory
@@ -32,24 +34,45 @@ SPEC = QwenOmniSampling(max_tokens=14, temperature=0.7)
 SWAPS = (2, 5, 9)
 
 
-class PausingThinker(Pausing, QwenOmniPolicy):
+class Pausing25(Pausing, QwenOmniPolicy):
     at = SWAPS
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(build(tmp_path_factory.mktemp("qwen_omni") / "tiny"))
+class Pausing3(Pausing, Qwen3OmniPolicy):
+    at = SWAPS
+
+
+FAMILIES = {
+    "qwen_omni": (tiny.build, Pausing25, QwenOmniPolicy, Qwen2_5OmniThinkerForConditionalGeneration),
+    "qwen3_omni": (tiny3.build, Pausing3, Qwen3OmniPolicy, Qwen3OmniMoeThinkerForConditionalGeneration),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> tuple[Any, ...]:
+    return FAMILIES[request.param]
 
 
 @pytest.fixture(scope="module")
-def models(path: str) -> Models:
-    return versions(QwenOmniPolicy(path), 1 + len(SWAPS), scale=0.3)
+def path(family: tuple[Any, ...], tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(family[0](tmp_path_factory.mktemp("thinker") / "tiny"))
 
 
 @pytest.fixture(scope="module")
-def theirs(path: str, models: Models) -> list[Thinker]:
+def plain(family: tuple[Any, ...], path: str) -> QwenOmniPolicy:
+    policy: QwenOmniPolicy = family[2](path)
+    return policy
+
+
+@pytest.fixture(scope="module")
+def models(plain: QwenOmniPolicy) -> Models:
+    return versions(plain, 1 + len(SWAPS), scale=0.3)
+
+
+@pytest.fixture(scope="module")
+def theirs(family: tuple[Any, ...], path: str, models: Models) -> list[Any]:
     """Provides transformers' model of each version."""
-    found = [Thinker.from_pretrained(path).eval() for _ in models]
+    found = [family[3].from_pretrained(path).eval() for _ in models]
     for model, components in zip(found, models.values(), strict=True):
         model.load_state_dict(components["thinker"].state_dict())
     return found
@@ -68,7 +91,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> list[Prompt]:
 
 
 @torch.no_grad()
-def whole(theirs: list[Thinker], policy: QwenOmniPolicy, request: SampleRequest, made: Trajectory) -> Tensor:
+def whole(theirs: list[Any], policy: QwenOmniPolicy, request: SampleRequest, made: Trajectory) -> Tensor:
     """Computes prompt and answer apart: transformers would look for an image where the answer has an image's token."""
     prompt, tokens = policy.prepare(request.prompt, SPEC), made.tensors["tokens"].long()
     positions = prompt.next_position + torch.arange(len(tokens) - 1).expand(3, 1, -1)
@@ -82,7 +105,7 @@ def whole(theirs: list[Thinker], policy: QwenOmniPolicy, request: SampleRequest,
 
 
 @torch.no_grad()
-def continued(theirs: list[Thinker], policy: QwenOmniPolicy, request: SampleRequest, made: Trajectory) -> Tensor:
+def continued(theirs: list[Any], policy: QwenOmniPolicy, request: SampleRequest, made: Trajectory) -> Tensor:
     prompt, tokens = policy.prepare(request.prompt, SPEC), made.tensors["tokens"].long()
     rows, inputs = [], given(prompt)
     for k, version in enumerate(made.versions):
@@ -104,8 +127,8 @@ def chosen(logits: Tensor, tokens: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("seeing", [False, True], ids=["text", "image"])
 @pytest.mark.parametrize(("kv", "reference"), [("keep", continued), ("recompute", whole)])
-async def test_answers_agree_with_transformers(kv, reference, seeing, path, models, theirs, prompts):
-    policy, plain = PausingThinker(path), QwenOmniPolicy(path)
+async def test_answers_agree_with_transformers(kv, reference, seeing, family, path, plain, models, theirs, prompts):
+    policy = family[1](path)
     requests = [make_request(prompts[2 * seeing + number % 2], SPEC, number) for number in range(6)]
     async with running(policy, kv=kv) as engine:
         in_flight = asyncio.create_task(together(engine, requests))
@@ -122,9 +145,9 @@ async def test_answers_agree_with_transformers(kv, reference, seeing, path, mode
         check_answer(plain, request, later, whole(theirs, plain, request, later), 1e-5)
 
 
-async def test_version_0_is_the_checkpoint(path, models):
-    async with running(QwenOmniPolicy(path)) as engine:
+async def test_version_0_is_the_checkpoint(plain, models):
+    async with running(plain) as engine:
         digest = engine._digest
-    weights = trained(QwenOmniPolicy(path), models[0])
+    weights = trained(plain, models[0])
     assert weights and not [name for name in weights if "visual" in name or "audio_tower" in name]
     assert digest == publish(0, weights)[0].digest

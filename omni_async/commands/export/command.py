@@ -109,7 +109,7 @@ def _write(chosen: Chosen, options: argparse.Namespace) -> int:
     dtype = getattr(torch, options.dtype) if options.dtype else None
     content: Adapter | PeftAdapter | FullModel
     try:
-        trained = TrainedWeights(chosen.folder, options.policy)
+        trained = TrainedWeights(chosen.folder, options.policy, chosen.family.fused)
         if not trained.drew:
             chosen = replace(chosen, round=None)  # it belongs to another policy
         # A checkpoint from elsewhere may name any component, and the names become file names of an adapter.

@@ -17,7 +17,6 @@ import msgspec
 
 from omni_async.commands.command_line import add_command, require_writable, write_json
 from omni_async.config import ConfigError, load
-from omni_async.config.draws import require_latents
 from omni_async.config.load import inputs_of
 from omni_async.plugins.entry_points import load_named
 from omni_async.plugins.families import PipelineFamily, find_family
@@ -26,13 +25,14 @@ if TYPE_CHECKING:
     from omni_async.commands.parity.case import Case
     from omni_async.commands.parity.model import Subject
     from omni_async.commands.parity.table import Row
+    from omni_async.commands.parity.tokens import TokenSubject
     from omni_async.rollout.base import RolloutEngine
 
-ENGINES = ("diffusers", "vllm_omni")
+ENGINES = {"latents": ("diffusers", "vllm_omni"), "tokens": ("transformers",)}  # the first runs in this process
 
 _PARITY = """\
-Show that a model family computes the right numbers: the policy equals diffusers' pipeline of the same checkpoint, and
-a rollout engine equals the trainer.
+Show that a model family computes the right numbers: the policy equals diffusers' pipeline, or transformers' model, of
+the same checkpoint, and a rollout engine equals the trainer.
 
   omni-async parity qwen_image
   omni-async parity stable_diffusion_3 --engine vllm_omni
@@ -61,8 +61,9 @@ def add_parity(commands: Any) -> None:
     add = parity.add_argument
     add("target", metavar="FAMILY|RECIPE", help="the name of a family (`omni-async list`), or a YAML file")
     add("overrides", nargs="*", default=[], metavar="key.path=value", help="override a value of the recipe")
-    chosen = "the engine to compare in addition to the policy (default: diffusers)"
-    add("--engine", choices=(*ENGINES, "all", "none"), default="diffusers", help=chosen)
+    chosen = "the engine to compare in addition to the policy (default: diffusers; of tokens: transformers)"
+    engines = [name for names in ENGINES.values() for name in names]
+    add("--engine", choices=(*engines, "all", "none"), help=chosen)
     add("--json", type=Path, metavar="FILE", help="also write the table as JSON")
 
 
@@ -73,7 +74,7 @@ def parity(options: argparse.Namespace) -> int:
     family, cases = _cases(options.target, options.overrides)
     from omni_async.commands.parity.table import HEADER, cells, line, rule
 
-    engines = {"all": ENGINES, "none": ()}.get(options.engine, (options.engine,))
+    engines = _engines(family, options.engine)
     rows: dict[str, list[Row]] = {}
     for case in cases:
         label = f"{family.name} {case.label}".rstrip()
@@ -90,6 +91,14 @@ def parity(options: argparse.Namespace) -> int:
     if wrong:
         sys.stdout.write(f"{len(wrong)} of {sum(map(len, rows.values()))} checks failed\n")
     return 1 if wrong else code
+
+
+def _engines(family: PipelineFamily, asked: str | None) -> tuple[str, ...]:
+    """Return the engines to compare. Raises ConfigError for an engine that draws something else."""
+    fitting = ENGINES[family.draws]
+    if asked in (*fitting, "all", "none", None):
+        return {"all": fitting, "none": (), None: fitting[:1]}.get(asked, (str(asked),))
+    raise ConfigError(f"--engine: {family.name!r} draws {family.draws}, and {asked!r} does not; use {fitting[0]!r}")
 
 
 def _inputs(target: str, overrides: list[str]) -> list[Path]:
@@ -111,7 +120,6 @@ def _cases(target: str, overrides: list[str]) -> tuple[PipelineFamily, tuple[Cas
         family = find_family(target)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    require_latents(family, "parity")
     if family.parity is None:
         raise ConfigError(
             f"family {target!r} names no cases to compare (`parity` of its PipelineFamily); give a recipe"
@@ -130,7 +138,6 @@ def _of_recipe(path: Path, overrides: list[str]) -> tuple[PipelineFamily, tuple[
         family = find_family(config.model.pipeline or family_of(checkpoint))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    require_latents(family, "parity")
     check_checkpoint(checkpoint, family, {"rollout.sampling": config.rollout.sampling})
 
     from omni_async.commands.parity.case import Case
@@ -147,10 +154,17 @@ def _of_recipe(path: Path, overrides: list[str]) -> tuple[PipelineFamily, tuple[
 
 def _compared(family: PipelineFamily, case: Case, path: str, engines: Sequence[str]) -> Iterator[Row]:
     from omni_async.commands.parity.model import Subject, check_model
+    from omni_async.commands.parity.tokens import TokenSubject, check_token_policy
     from omni_async.diffusion.policy import load_policy
+    from omni_async.tokens.policy import load_token_policy
 
-    subject = Subject(case, path, load_policy(family, path))
-    yield from check_model(subject)
+    subject: Subject | TokenSubject
+    if family.draws == "tokens":
+        subject = TokenSubject(case, path, load_token_policy(family, path), family)
+        yield from check_token_policy(subject)
+    else:
+        subject = Subject(case, path, load_policy(family, path))
+        yield from check_model(subject)
     with asyncio.Runner() as runner:
         for name in engines:
             rows = _of_engine(subject, family, name)
@@ -158,9 +172,10 @@ def _compared(family: PipelineFamily, case: Case, path: str, engines: Sequence[s
                 yield row
 
 
-async def _of_engine(subject: Subject, family: PipelineFamily, name: str) -> AsyncIterator[Row]:
+async def _of_engine(subject: Subject | TokenSubject, family: PipelineFamily, name: str) -> AsyncIterator[Row]:
     from omni_async.commands.parity.engine import check_engine
     from omni_async.commands.parity.table import failed
+    from omni_async.commands.parity.tokens import TokenSubject, check_token_engine
 
     try:
         engine = _engine(subject, family, name)
@@ -168,7 +183,8 @@ async def _of_engine(subject: Subject, family: PipelineFamily, name: str) -> Asy
     except Exception as error:  # noqa: BLE001 (a family is foreign code)
         yield failed(name, "start", error)
         return
-    async for row in check_engine(subject, engine):
+    found = check_token_engine(subject, engine) if isinstance(subject, TokenSubject) else check_engine(subject, engine)
+    async for row in found:
         yield row
     await engine.close()
 
@@ -191,13 +207,16 @@ def _diverted(log: Path) -> Iterator[TextIO]:
                 os.close(to)
 
 
-def _engine(subject: Subject, family: PipelineFamily, name: str) -> RolloutEngine:
-    if name == "diffusers":
+def _engine(subject: Subject | TokenSubject, family: PipelineFamily, name: str) -> RolloutEngine:
+    if name != "vllm_omni":
         import torch
 
         from omni_async.rollout.diffusers_engine import DiffusersEngine
+        from omni_async.rollout.transformers_engine import TransformersEngine
 
-        return DiffusersEngine(name, subject.policy, dtype=torch.float32, max_batch=8, device="cpu")
+        cls: Any = DiffusersEngine if name == "diffusers" else TransformersEngine
+        engine: RolloutEngine = cls(name, subject.policy, dtype=torch.float32, max_batch=8, device="cpu")
+        return engine
     if family.vllm_pipeline is None:
         raise ValueError(f"family {family.name!r} has no vLLM-Omni pipeline")
     from omni_async.rollout.vllm_omni_engine import VllmOmniEngine

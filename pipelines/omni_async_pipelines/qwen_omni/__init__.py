@@ -13,6 +13,7 @@ FAMILY = PipelineFamily(
     components=("thinker",),
     prompt_images=16,
     prompt_audio=8,
+    parity="omni_async_pipelines.qwen_omni.parity:CASES",
     draws="tokens",
     layout="transformers",
     component_class="Qwen2_5OmniThinkerForConditionalGeneration",

@@ -15,16 +15,17 @@ from torch import Tensor, nn
 
 from omni_async.data.audio_files import read_prompt_audio
 from omni_async.data.image_files import read_prompt_image
+from omni_async.plugins.entry_points import load_named
 from omni_async.tokens.packing import joined_media
 from omni_async.tokens.policy import Packed, Prepared
 from omni_async.types import Prompt
-from omni_async_pipelines.qwen_omni.sampling import QwenOmniSampling, context_of, media_token_in
+from omni_async_pipelines.qwen_omni.sampling import QwenOmniSampling, context_of
 from omni_async_pipelines.sampling import read_config
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
 
-    from omni_async_pipelines.qwen_omni.thinker import Thinker
+    from omni_async_pipelines.qwen_omni.thinker import DrawsTokens
 
 
 _FEWEST_FRAMES = 3  # of the spectrogram: fewer give no token
@@ -47,6 +48,9 @@ class QwenOmniPolicy:
 
     components: tuple[str, ...] = ("thinker",)
     frozen: tuple[str, ...] = ("thinker.visual", "thinker.audio_tower")
+    # Of a related family, a subclass names its own.
+    thinker_class = "omni_async_pipelines.qwen_omni.thinker:Thinker"
+    processor_class = "transformers:Qwen2_5OmniProcessor"
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -57,13 +61,12 @@ class QwenOmniPolicy:
     @cached_property
     def processor(self) -> Any:
         """Transformers' processor of the checkpoint, loaded at the first use."""
-        from transformers import Qwen2_5OmniProcessor
         from transformers.utils import logging
 
         before = logging.get_verbosity()
         logging.set_verbosity_error()  # the talker's configuration, which nothing reads, gives warnings
         try:
-            return Qwen2_5OmniProcessor.from_pretrained(self.path, local_files_only=True)
+            return load_named(self.processor_class).from_pretrained(self.path, local_files_only=True)
         finally:
             logging.set_verbosity(before)
 
@@ -76,20 +79,19 @@ class QwenOmniPolicy:
         """See `TokenPolicy`. Raises ValueError if the checkpoint lacks a weight."""
         from transformers.utils.logging import disable_progress_bar
 
-        from omni_async_pipelines.qwen_omni.thinker import Thinker
-
         disable_progress_bar()  # a run logs one line per update
         options: Any = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
-        loaded: Any = Thinker.from_pretrained(self.path, dtype=dtype, **options)  # a pair with `output_loading_info`
+        cls = load_named(self.thinker_class)
+        loaded: Any = cls.from_pretrained(self.path, dtype=dtype, **options)  # a pair with `output_loading_info`
         thinker, report = loaded
         if missing := sorted(report["missing_keys"]):
-            raise ValueError(f"model.path: {self.path} lacks thinker.{missing[0]}, which {Thinker.__name__} needs")
+            raise ValueError(f"model.path: {self.path} lacks thinker.{missing[0]}, which the thinker needs")
         for prefix in self.frozen:
             thinker.get_submodule(prefix.removeprefix("thinker.")).requires_grad_(False)
         return {"thinker": thinker.train(False)}
 
     def layers(self, component: nn.Module) -> Sequence[nn.Module]:
-        return list(cast("Thinker", component).model.layers)
+        return list(cast("DrawsTokens", component).model.layers)
 
     def prepare(self, prompt: Prompt, spec: QwenOmniSampling) -> Prepared:
         text = self._chat(prompt, spec)
@@ -137,7 +139,7 @@ class QwenOmniPolicy:
     def _chat(self, prompt: Prompt, spec: QwenOmniSampling) -> str:
         """Return prompt and system message in the checkpoint's chat template, up to the beginning of the answer."""
         for text in (prompt.text, spec.system or ""):
-            if (problem := media_token_in(text)) is not None:
+            if (problem := spec.media_token_in(text)) is not None:
                 raise ValueError(problem)
         files = [{"type": file.part} for file in (*prompt.images, *prompt.audio)]
         content = [*files, {"type": "text", "text": prompt.text}]
@@ -157,7 +159,7 @@ class QwenOmniPolicy:
     ) -> tuple[Tensor, KeysAndValues]:
         from transformers import DynamicCache
 
-        thinker = cast("Thinker", components["thinker"])
+        thinker = cast("DrawsTokens", components["thinker"])
         device = thinker.lm_head.weight.device
         ids = torch.cat([torch.stack([one.ids for one in prompts]), answers.cpu()], dim=1).to(device)
         after = torch.arange(answers.shape[1])
@@ -166,16 +168,16 @@ class QwenOmniPolicy:
         text_config: Any = thinker.config.text_config
         cache = DynamicCache(config=text_config)
         given = (torch.arange(ids.shape[1], device=device) < len(prompts[0].ids)).expand_as(ids)
-        embeds = thinker.embed(ids, media, given)
-        return thinker.next_logits(embeds, torch.stack(positions, dim=1).to(device), cache), KeysAndValues(cache)
+        inputs = thinker.embed(ids, media, given)
+        return thinker.next_logits(inputs, torch.stack(positions, dim=1).to(device), cache), KeysAndValues(cache)
 
     @torch.no_grad()
     def decode(
         self, components: Mapping[str, nn.Module], cache: KeysAndValues, tokens: Tensor, positions: Tensor
     ) -> Tensor:
-        thinker = cast("Thinker", components["thinker"])
-        embeds = thinker.model.embed_tokens(tokens[:, None])
-        return thinker.next_logits(embeds, positions[:, None].expand(3, -1, -1), cache.held)
+        thinker = cast("DrawsTokens", components["thinker"])
+        inputs = {"inputs_embeds": thinker.model.embed_tokens(tokens[:, None])}
+        return thinker.next_logits(inputs, positions[:, None].expand(3, -1, -1), cache.held)
 
     def text(self, tokens: Sequence[int]) -> str:
         text: str = self.processor.tokenizer.decode(list(tokens), skip_special_tokens=True)

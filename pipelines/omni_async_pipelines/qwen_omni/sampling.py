@@ -1,21 +1,22 @@
-"""Defines the keys of `rollout.sampling` for Qwen2.5-Omni."""
+"""Defines the keys of `rollout.sampling` for Qwen-Omni models."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from omni_async.config.section import doc
 from omni_async.plugins.families import MediaShape, SamplingSpec
 from omni_async_pipelines.sampling import read_config
 
-# Placeholders of media: in a text, each would make the model look for one more medium.
-MEDIA_TOKENS = ("<|IMAGE|>", "<|AUDIO|>", "<|VIDEO|>")
 _MOST_ELONGATED = 200  # the processor's largest ratio of the longer to the shorter side
 _PUBLISHED_CONTEXT = 32_768  # the default of transformers, which a config.json may leave out
 
 
 class QwenOmniSampling(SamplingSpec, frozen=True, kw_only=True):
+    # Placeholders of media: in a text, each would make the model look for one more medium.
+    media_tokens: ClassVar[tuple[str, ...]] = ("<|IMAGE|>", "<|AUDIO|>", "<|VIDEO|>")
+
     max_tokens: Annotated[
         int, doc("The largest number of tokens of an answer, its end token included.", ge=1, most=1_000_000)
     ] = 1024
@@ -50,15 +51,14 @@ class QwenOmniSampling(SamplingSpec, frozen=True, kw_only=True):
             if max(width, height) > _MOST_ELONGATED * min(width, height):
                 size = f"{width} x {height} pixels"
                 return f"image: {size} are too narrow: a side may be {_MOST_ELONGATED} times the other at most"
-        return media_token_in(text)
+        return self.media_token_in(text)
 
-
-def media_token_in(text: str) -> str | None:
-    """Return why the model cannot read a text that holds a token of media; None if it holds none."""
-    for token in MEDIA_TOKENS:
-        if token in text:
-            return f"prompt: it holds {token}, where the model would look for media; remove it"
-    return None
+    def media_token_in(self, text: str) -> str | None:
+        """Return why the model cannot read a text that holds a token of media; None if it holds none."""
+        for token in self.media_tokens:
+            if token in text:
+                return f"prompt: it holds {token}, where the model would look for media; remove it"
+        return None
 
 
 def context_of(config: dict[str, Any]) -> int:

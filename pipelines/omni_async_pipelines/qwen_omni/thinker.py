@@ -1,19 +1,34 @@
-"""Computes with Qwen2.5-Omni's thinker: log-probs of packed rows for the trainer, next tokens for the engine."""
+"""Computes with a Qwen-Omni thinker: log-probs of packed rows for the trainer, next tokens for the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, Qwen2_5OmniThinkerForConditionalGeneration
 
 from omni_async.tokens.head import log_probs_of
 from omni_async.tokens.policy import Packed
 
 
-class Thinker(Qwen2_5OmniThinkerForConditionalGeneration):
-    """Transformers' thinker, with a forward pass that ends in log-probs, and names of weights as in the checkpoint."""
+class DrawsTokens(nn.Module):
+    """Gives transformers' thinkers, which inherit it first, a forward pass that ends in log-probs.
+
+    Names of weights stay transformers'."""
+
+    model: Any
+    lm_head: nn.Linear
+    config: Any
+    get_image_features: Any
+    spatial_merge_size: Any
+    audio_tower: Any
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Let transformers convert weights of files as for its own class, which a subclass elsewhere would not get."""
+        return False
 
     def forward(self, packed: Packed, temperature: float) -> Tensor:
         """Return the log-probs (T,) float32 of a row's answer tokens (`omni_async.tokens.policy.TokenPolicy`)."""
@@ -22,26 +37,26 @@ class Thinker(Qwen2_5OmniThinkerForConditionalGeneration):
         positions = torch.cat([packed.places[None], packed.positions])[:, None]
         given = torch.ones_like(packed.ids, dtype=torch.bool)
         given[(packed.at + 1).clamp(max=len(given) - 1)] = False  # the answers' tokens
-        embeds = self.embed(packed.ids[None], packed.media, given[None])
-        hidden = self.model(inputs_embeds=embeds, position_ids=positions, use_cache=False).last_hidden_state[0]
+        inputs = self.embed(packed.ids[None], packed.media, given[None])
+        hidden = self.model(**inputs, position_ids=positions, use_cache=False).last_hidden_state[0]
         return log_probs_of(hidden[packed.at], self.lm_head.weight, packed.targets, temperature)
 
-    def next_logits(self, embeds: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+    def next_logits(self, inputs: Mapping[str, Any], positions: Tensor, cache: DynamicCache) -> Tensor:
         """Append L tokens to each of a cache's B sequences.
 
         Args:
-            embeds: (B, L, H).
+            inputs: from `embed`, of the L tokens.
             positions: (3, B, L) int64.
             cache: it is extended.
 
         Returns:
             The logits (B, V) float32 of the token after the last one."""
-        output = self.model(inputs_embeds=embeds, position_ids=positions, past_key_values=cache, use_cache=True)
+        output = self.model(**inputs, position_ids=positions, past_key_values=cache, use_cache=True)
         logits: Tensor = self.lm_head(output.last_hidden_state[:, -1])
         return logits.float()
 
-    def embed(self, ids: Tensor, media: Mapping[str, Tensor], given: Tensor) -> Tensor:
-        """Return the embeddings (B, L, H) of tokens, with the images and the audio of prompts in their places.
+    def embed(self, ids: Tensor, media: Mapping[str, Tensor], given: Tensor) -> dict[str, Any]:
+        """Return the language model's arguments for tokens, with images and audio in their places.
 
         Args:
             ids: (B, L) int64.
@@ -52,9 +67,12 @@ class Thinker(Qwen2_5OmniThinkerForConditionalGeneration):
             sounds = self._audio_features(media["input_features"], media["audio_lengths"]).to(embeds)
             embeds = embeds.masked_scatter((given & (ids == self.config.audio_token_id))[..., None], sounds)
         if "pixel_values" not in media:
-            return embeds
-        images = self._image_features(media["pixel_values"], media["image_grid_thw"]).to(embeds)
-        return embeds.masked_scatter((given & (ids == self.config.image_token_id))[..., None], images)
+            return {"inputs_embeds": embeds}
+        features = self._image_features(media["pixel_values"], media["image_grid_thw"]).to(embeds)
+        images, *deep = features.split(embeds.shape[-1], dim=-1)
+        places = given & (ids == self.config.image_token_id)
+        inputs: dict[str, Any] = {"inputs_embeds": embeds.masked_scatter(places[..., None], images)}
+        return inputs | ({"visual_pos_masks": places, "deepstack_visual_embeds": deep} if deep else {})
 
     def _image_features(self, pixels: Tensor, grids: Tensor) -> Tensor:
         """Return the features of images, one after the other, from the patches and the grid of each.
@@ -63,10 +81,8 @@ class Thinker(Qwen2_5OmniThinkerForConditionalGeneration):
         patches = grids.prod(1).tolist()
         first, places = _distinct(pixels.split(patches))
         alone = torch.cat([pixels.split(patches)[image] for image in first])
-        of_each = self.get_image_features(alone, grids[first], return_dict=True).pooler_output
-        if isinstance(of_each, Tensor):  # transformers 5.14 joins the images, 5.17 returns one tensor for each
-            merged = self.spatial_merge_size**2
-            of_each = of_each.split([patches[image] // merged for image in first])
+        merged = self.spatial_merge_size**2
+        of_each = self.tower(alone, grids[first]).split([patches[image] // merged for image in first])
         return torch.cat([of_each[place] for place in places])
 
     def _audio_features(self, frames: Tensor, lengths: Tensor) -> Tensor:
@@ -77,11 +93,35 @@ class Thinker(Qwen2_5OmniThinkerForConditionalGeneration):
             lengths: (N,) int64, the frames of each."""
         sounds = frames.split(lengths.tolist())
         first, places = _distinct(sounds)
-        after_convolutions, tokens = self.audio_tower._get_feat_extract_output_lengths(lengths[first])
-        alone = torch.cat([sounds[sound] for sound in first]).T
-        found = self.audio_tower(alone, feature_lens=lengths[first], aftercnn_lens=after_convolutions)
-        of_each = found.last_hidden_state.split(tokens.tolist())
+        features, tokens = self.hear(torch.cat([sounds[sound] for sound in first]).T, lengths[first])
+        of_each = features.split(tokens.tolist())
         return torch.cat([of_each[place] for place in places])
+
+    def tower(self, pixels: Tensor, grids: Tensor) -> Tensor:
+        """Return the tower's features (tokens, n H) of distinct images.
+
+        The first H replace the tokens' embeddings. Further ones, if any, are added behind as many of the first layers.
+        """
+        return joined(self.get_image_features(pixels, grids, return_dict=True).pooler_output)
+
+    def hear(self, frames: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tower's features (tokens, H) of distinct sounds, and the number of tokens (N,) of each.
+
+        Args:
+            frames: (bins, F).
+            lengths: (N,) int64, as for `_audio_features`."""
+        after_convolutions, tokens = self.audio_tower._get_feat_extract_output_lengths(lengths)
+        found = self.audio_tower(frames, feature_lens=lengths, aftercnn_lens=after_convolutions)
+        return found.last_hidden_state, tokens
+
+
+class Thinker(DrawsTokens, Qwen2_5OmniThinkerForConditionalGeneration):
+    """The thinker of Qwen2.5-Omni."""
+
+
+def joined(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """Return the features of images as one tensor: transformers 5.14 joins them, 5.17 returns one for each image."""
+    return features if isinstance(features, Tensor) else torch.cat(list(features))
 
 
 def _distinct(images: Sequence[Tensor]) -> tuple[list[int], list[int]]:

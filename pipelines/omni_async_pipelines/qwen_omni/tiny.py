@@ -8,9 +8,9 @@ It has the thinker and its processor, and neither talker nor vocoder, in transfo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -27,11 +27,13 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 from omni_async_pipelines import tiny
 from omni_async_pipelines.qwen_omni.thinker import Thinker
 
+T = TypeVar("T", bound=torch.nn.Module)
+
 CONTEXT = 1024
 PATCH, MERGE = 14, 2
 _SIDE = PATCH * MERGE  # pixels of an image's token
 _HEAD = 32  # features of an attention head
-_MEL_BINS = 128
+MEL_BINS = 128
 _NAMED_TOKENS = {
     **{"image_token": "<|IMAGE|>", "audio_token": "<|AUDIO|>", "video_token": "<|VIDEO|>"},
     **{"vision_bos_token": "<|vision_bos|>", "vision_eos_token": "<|vision_eos|>"},
@@ -59,15 +61,31 @@ def build_processor(
         vocab_size: the most tokens that the tokenizer may have.
         most_pixels: larger images are reduced to so many pixels.
         images: further settings of the image processor."""
-    tokenizer = tiny.qwen2_tokenizer([*_ROLES, *corpus], vocab_size, **_NAMED_TOKENS)
-    size = {"shortest_edge": _SIDE**2, "longest_edge": most_pixels}
-    return Qwen2_5OmniProcessor(
-        image_processor=Qwen2VLImageProcessor(size=size, **images),
-        video_processor=Qwen2VLVideoProcessor(size=size),
-        feature_extractor=WhisperFeatureExtractor(feature_size=_MEL_BINS),
-        tokenizer=tokenizer,
-        chat_template=CHAT_TEMPLATE,
-    )
+    parts = processor_parts(_NAMED_TOKENS, corpus, vocab_size, _SIDE, most_pixels, images)
+    return Qwen2_5OmniProcessor(**parts, chat_template=CHAT_TEMPLATE)
+
+
+def processor_parts(
+    named: Mapping[str, str],
+    corpus: Iterable[str],
+    vocab_size: int,
+    side: int,
+    most_pixels: int,
+    images: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Build the parts of a processor.
+
+    Args:
+        named: the special tokens of media, by the tokenizer's name for them.
+        corpus, vocab_size, most_pixels, images: as for `build_processor`.
+        side: pixels of an image's token."""
+    size = {"shortest_edge": side**2, "longest_edge": most_pixels}
+    return {
+        "image_processor": Qwen2VLImageProcessor(size=size, **images),
+        "video_processor": Qwen2VLVideoProcessor(size=size),
+        "feature_extractor": WhisperFeatureExtractor(feature_size=MEL_BINS),
+        "tokenizer": tiny.qwen2_tokenizer([*_ROLES, *corpus], vocab_size, **named),
+    }
 
 
 def build_thinker(tokenizer: Qwen2Tokenizer, *, layers: int = 2, heads: int = 2, seed: int = 0) -> Thinker:
@@ -95,7 +113,7 @@ def build_thinker(tokenizer: Qwen2Tokenizer, *, layers: int = 2, heads: int = 2,
         **{"spatial_merge_size": MERGE, "window_size": 4 * PATCH},
     }
     audio_config = {
-        **{"num_mel_bins": _MEL_BINS, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32},
+        **{"num_mel_bins": MEL_BINS, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32},
         **{"d_model": 32, "output_dim": hidden},
     }
     # transformers keeps further keys, and its model reads these.
@@ -113,14 +131,21 @@ def build_thinker(tokenizer: Qwen2Tokenizer, *, layers: int = 2, heads: int = 2,
         audio_end_token_id=token_id("<|audio_eos|>"),
         **vision_tokens,
     )
+    return with_random_weights(Thinker, config, seed)
+
+
+def with_random_weights(cls: Callable[[Any], T], config: Any, seed: int) -> T:
+    """Return a float32 model in eval mode, the same for the same seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        thinker = Thinker(config)
+        thinker = cls(config)
         for name, weight in thinker.named_parameters():
             if weight.ndim > 1:  # transformers' 0.02 is for wide models; this one would learn nothing for a long time
-                std = 1.0 if "embed_tokens" in name else weight[0].numel() ** -0.5
+                inputs = weight.shape[-1] if ".experts." in name else weight[0].numel()
+                std = 1.0 if "embed_tokens" in name else inputs**-0.5
                 torch.nn.init.normal_(weight, std=std)
-    return thinker.train(False)
+    thinker.train(False)
+    return thinker
 
 
 def save(thinker: Thinker, processor: Qwen2_5OmniProcessor, path: Path) -> None:

@@ -1,0 +1,65 @@
+"""Tests `omni-async parity` for models that draw tokens: it passes, and catches wrong policies and engines."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omni_async_pipelines.qwen3_omni import FAMILY
+from omni_async_pipelines.qwen3_omni.parity import CASES
+from omni_async_pipelines.qwen3_omni.policy import Qwen3OmniPolicy
+
+from omni_async.cli import main
+from omni_async.commands.parity.tokens import TokenSubject, check_token_engine, check_token_policy
+from omni_async.rollout.transformers_engine import TransformersEngine
+from omni_async.tokens.policy import Prepared
+
+
+class PlainPositions(Qwen3OmniPolicy):
+    """Counts an image's tokens like those of a text."""
+
+    def prepare(self, *args: Any) -> Prepared:
+        found = super().prepare(*args)
+        return replace(found, positions=torch.arange(len(found.ids)).expand(3, -1), next_position=len(found.ids))
+
+
+class Stale(TransformersEngine):
+    """Reports the new version, and keeps the weights of the old one."""
+
+    def _swap_in(self, staged: Any) -> Any:
+        self._version, self._digest = staged.manifest.version, staged.manifest.digest
+        return self._report()
+
+
+def test_wrong_policies_and_engines_are_caught(tmp_path: Path) -> None:
+    path = str(CASES[0].build(tmp_path / "tiny"))
+    case = CASES[0].with_images(tmp_path)
+    subject = TokenSubject(case, path, PlainPositions(path), FAMILY)
+    assert [row.check for row in check_token_policy(subject) if not row.passed] == ["log-probs of a row"]
+
+    async def wrong() -> list[str]:
+        right = TokenSubject(case, path, Qwen3OmniPolicy(path), FAMILY)
+        engine = Stale("stale", right.policy, dtype=torch.float32, max_batch=8, device="cpu")
+        await engine.start()
+        found = [row.check async for row in check_token_engine(right, engine) if not row.passed]
+        await engine.close()
+        return found
+
+    assert asyncio.run(wrong()) == ["log-probs after a push", "wrong weights are refused"]
+
+
+@pytest.mark.parametrize("family", ["qwen_omni", "qwen3_omni"])
+def test_families_compute_what_transformers_does(family: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["parity", family, "--engine", "all"]) == 0
+    shown = capfd.readouterr().out
+    assert shown.count("| ok     |") == 8 and "FAILED" not in shown
+
+
+def test_engines_that_draw_something_else_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for family, engine, other in (("qwen3_omni", "diffusers", "transformers"), ("flux", "transformers", "diffusers")):
+        assert main(["parity", family, "--engine", engine]) == 2
+        assert f"'{engine}' does not; use '{other}'" in capsys.readouterr().err
