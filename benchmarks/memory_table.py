@@ -13,6 +13,7 @@ from omni_async.commands.memory.amounts import GIB, Amount
 from omni_async.commands.memory.devices import bytes_of_device
 from omni_async.commands.memory.estimate import estimate
 from omni_async.config import Config, load
+from omni_async.config.draws import drawn
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "memory.md"
@@ -23,7 +24,8 @@ _HEAD = ("recipe", "rollout", "trainer", "scorers")
 
 def published_recipes() -> list[Path]:
     """Return the recipes of published models, in the order of their names."""
-    return [path for path in sorted((ROOT / "recipes").glob("*/*.yaml")) if path.parent.name not in _OTHERS]
+    found = [path for path in sorted((ROOT / "recipes").glob("*/*.yaml")) if path.parent.name not in _OTHERS]
+    return [path for path in found if drawn(load(path)) == "latents"]
 
 
 def row_of(recipe: Path) -> str:

@@ -31,7 +31,9 @@ ONLINE = [
 PUBLISHED = [
     path
     for path in sorted(RECIPES.glob("*/*.yaml"))
-    if path.parent.name not in ("emulated", "quickstart", "tiny") and load(path).model.pipeline in family_names()
+    if path in ONLINE
+    and path.parent.name not in ("emulated", "quickstart", "tiny")
+    and load(path).model.pipeline in family_names()
 ]
 
 # So few groups that those of some recipes' micro-batches do not divide them.
