@@ -63,7 +63,7 @@ def test_list(capsys):
     lines = {line[:16].strip(): line[16:] for line in shown.splitlines() if not line.startswith(" ")}
     names = ["model families", "engines", "backends", "transitions", "scorers", "roles", "programs", "algorithms"]
     assert list(lines) == names
-    assert lines["engines"] == "vllm_omni, diffusers, transformers, emulated"
+    assert lines["engines"] == "vllm_omni, diffusers, vllm, transformers, emulated"
     assert lines["backends"] == "fsdp2, plain"
     assert lines["transitions"] == "flow, cps, dance"
     assert lines["scorers"] == ", ".join(registry.names())
