@@ -127,7 +127,7 @@ class VllmEngine:
         except (TypeError, ValueError, RuntimeError) as error:
             reason = f"vLLM refuses to start, see rollout.engine_args: {one_line(str(error), 500)}"
             raise EngineError(f"{self.name}: {reason}") from error
-        published = list(self._policy.components), list(self._policy.frozen)
+        published = list(self._policy.components), list(self._policy.frozen), self._family.fused
         await self._call("begin_versions", os.getpid(), self._path, *published)
         return WeightReport(engine=self.name, version=0, digest="")
 

@@ -23,6 +23,7 @@ from omni_async.rollout.vllm_start import end_with
 from omni_async.training.loading import open_tensors
 from omni_async.types import WeightManifest
 from omni_async.weights.buckets import unpack
+from omni_async.weights.experts import Fused, checkpoint_parts
 from omni_async.weights.lora import merged_weights
 
 
@@ -32,10 +33,11 @@ class TokenWorkerExtension:
     model_runner: Any
     vllm_config: Any
     base_weights: _Checkpoint
+    fused: Fused
     frozen_prefixes: Sequence[str]
 
     def begin_versions(
-        self, engine: int, path: str, components: Sequence[str], frozen: Sequence[str]
+        self, engine: int, path: str, components: Sequence[str], frozen: Sequence[str], fused: Fused
     ) -> dict[str, Any]:
         """Learn which weights versions consist of, and end with the engine.
 
@@ -43,8 +45,10 @@ class TokenWorkerExtension:
             engine: the number of the engine's process.
             path: the checkpoint's folder.
             components: the trained modules.
-            frozen: prefixes of the weights that are never published."""
+            frozen: prefixes of the weights that are never published.
+            fused: `PipelineFamily.fused`."""
         end_with(engine)
+        self.fused = fused
         self.base_weights = _Checkpoint(Path(path), components, frozen)
         mapper = getattr(self.model_runner.get_model(), "hf_to_vllm_mapper", None)
         prefixes = [f"{prefix}." for prefix in frozen]
@@ -82,9 +86,11 @@ class TokenWorkerExtension:
 
     def _weights_of(self, staged: Staged) -> Iterator[tuple[str, torch.Tensor]]:
         """Return all weights of a version. Raises ValueError if names or shapes do not fit."""
-        weights = staged.weights(self.base_weights, {}, Upload("cpu"))
         if staged.manifest.payload == "full":
-            return weights
+            published = as_published(self.base_weights, staged.manifest, self.fused)
+            return _apart(staged.weights(published, {}, Upload("cpu")), self.fused)
+        # It refuses unknown names.
+        staged.weights(self.base_weights, {}, Upload("cpu"))
         # vLLM makes a layer anew of all its weights, adapted or not.
         adapters = dict(unpack(staged.manifest, staged.buckets))
         return merged_weights(self.base_weights, adapters, lora_scale(staged.manifest))
@@ -93,6 +99,28 @@ class TokenWorkerExtension:
         """Return the number of tokens of each request. vLLM appends a dash and random characters to its name."""
         requests = self.model_runner.requests
         return {name.rpartition("-")[0]: len(state.output_token_ids) for name, state in requests.items()}
+
+
+def as_published(stored: Mapping[str, torch.Tensor], manifest: WeightManifest, fused: Fused) -> dict[str, torch.Tensor]:
+    """Return weights of a checkpoint as tensors without content, by the names that a version has for them.
+
+    Experts that the version fuses become one tensor, if the checkpoint has all of its parts."""
+    found = {name: torch.empty(weight.shape, device="meta") for name, weight in stored.items()}
+    for spec in manifest.tensors:
+        whole = torch.empty(spec.shape, device="meta")
+        parts = checkpoint_parts(spec.name, spec.shape, fused)
+        if all(name in found and found[name].shape == whole[at].shape for name, at in parts):
+            for name, _ in parts:
+                del found[name]
+            found[spec.name] = whole
+    return found
+
+
+def _apart(weights: Iterator[tuple[str, torch.Tensor]], fused: Fused) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield weights under the checkpoint's names."""
+    for name, weight in weights:
+        for part, at in checkpoint_parts(name, weight.shape, fused):
+            yield part, weight[at]
 
 
 class _Checkpoint(Mapping[str, torch.Tensor]):

@@ -7,11 +7,17 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from omni_async_pipelines import qwen3_omni
+from omni_async_pipelines.qwen3_omni.policy import Qwen3OmniPolicy
+from omni_async_pipelines.qwen3_omni.tiny import build
 
 pytest.importorskip("vllm")
 
 from omni_async.rollout.base import EngineError
+from omni_async.rollout.payloads import Staged
 from omni_async.rollout.vllm_engine import VllmEngine
+from omni_async.rollout.vllm_token_worker import TokenWorkerExtension, _Checkpoint
 from tests.rollout.conftest import publish
 from tests.rollout.token_answers import make_request, trained, versions
 from tests.support.token_world import FAMILY, ToySampling, ToyTokenPolicy, toy_prompt
@@ -176,3 +182,21 @@ async def test_truncated_distributions_are_refused(engine):
     for spec in (Truncated(max_tokens=3, top_p=0.9), Truncated(max_tokens=3, top_k=5)):
         with pytest.raises(ValueError, match="top_p and top_k draw from another distribution than the trainer's"):
             await engine.generate(make_request(toy_prompt(0), spec))
+
+
+def test_experts_reach_vllm_under_the_checkpoint_s_names(tmp_path):
+    """vLLM refuses them on a CPU, so this is the worker's half alone."""
+    policy = Qwen3OmniPolicy(str(build(tmp_path / "tiny")))
+    weights = trained(policy, policy.load_components(torch.float32))
+    worker = TokenWorkerExtension()
+    worker.base_weights = _Checkpoint(tmp_path / "tiny", policy.components, policy.frozen)
+    worker.fused = qwen3_omni.FAMILY.fused
+    assert weights.keys() != worker.base_weights.keys(), "experts are fused"
+    found = dict(worker._weights_of(Staged(*publish(1, weights), staged_s=0.0)))
+    assert found.keys() == worker.base_weights.keys()
+    assert all(torch.equal(weight, worker.base_weights[name]) for name, weight in found.items())
+
+    experts = next(name for name in weights if name.endswith("gate_up_proj"))
+    for wrong in (weights[experts][:-1], weights[experts][:, :-2]):
+        with pytest.raises(ValueError, match="weights of version 2 do not fit the model"):
+            worker._weights_of(Staged(*publish(2, weights | {experts: wrong.contiguous()}), staged_s=0.0))

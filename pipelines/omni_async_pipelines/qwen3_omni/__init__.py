@@ -24,5 +24,6 @@ FAMILY = PipelineFamily(
     draws="tokens",
     layout="transformers",
     component_class="Qwen3OmniMoeThinkerForConditionalGeneration",
+    on_vllm=True,
     fused=(("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))),
 )
