@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from omni_async.config import load
+from omni_async.config.draws import TOKEN_ENGINES
 from omni_async.plugins.families import family_names, find_family
 from tests.support.job_world import ENVIRONMENT, emulate, left_behind, run, write_emulated
 from tests.support.places import ROOT
@@ -26,7 +27,7 @@ RECIPES = ROOT / "recipes"
 ONLINE = [
     path
     for path in sorted(RECIPES.rglob("*.yaml"))
-    if "offline" not in path.name and load(path).rollout.engine != "transformers"
+    if "offline" not in path.name and load(path).rollout.engine not in TOKEN_ENGINES
 ]
 PUBLISHED = [
     path
