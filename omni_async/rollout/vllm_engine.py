@@ -235,7 +235,7 @@ class VllmEngine:
         parameters = SamplingParams(
             max_tokens=min(request.spec.most_tokens, limit or request.spec.most_tokens),
             logprobs=0,  # of the drawn token alone
-            # The policy's stop tokens are all that end an answer.
+            # Nothing ends an answer but the policy's stop tokens.
             ignore_eos=True,
             stop_token_ids=list(self._policy.stop_tokens),
             detokenize=False,

@@ -65,6 +65,6 @@ def pack(sequences: Sequence[Answered]) -> Packed:
 
 
 def joined_media(media: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenate the media of prompts, of which each may have others, in their order."""
+    """Concatenate the media of prompts in their order. Prompts may have different media."""
     names = sorted({name for one in media for name in one})
     return {name: torch.cat([one[name] for one in media if name in one]) for name in names}

@@ -59,7 +59,7 @@ def answers(tmp_path: Path) -> Path:
 
 
 def draw(policy: TokenPolicy, model: nn.Module, spec: Any, asked: Sequence[tuple[Prepared, int]]) -> list[Drawn]:
-    """Returns tokens and log-probs of answers to prompts of one length, by seed. What has ended leaves the batch."""
+    """Returns tokens and log-probs of answers to prompts of one length, by seed. An ended answer leaves the batch."""
     seeded = [torch.Generator().manual_seed(seed) for _, seed in asked]
     uniform = [torch.rand(spec.max_tokens, dtype=torch.float64, generator=generator) for generator in seeded]
     made: list[Drawn] = [([], []) for _ in asked]
@@ -160,7 +160,7 @@ def test_sampling_that_cannot_be_trained_on(answers: Path, override: str, said: 
 
 
 def test_each_group_that_cannot_be_used_has_its_reason_in_the_ledger(answers: Path) -> None:
-    """A prompt longer than the context, and one that the judge fails for; answers that the limit cuts are counted."""
+    """Gives a prompt longer than the context, and a prompt whose judge fails. Answers cut at the limit are counted."""
     rows = [{"prompt": "the digit 7"}, {"prompt": "7 " * 1100}, {"prompt": "a red circle", "hard": True}]
     (answers.parent / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     few = ("trainer.updates=2", "trainer.groups_per_update=1", "reward.backoff_s=0.01")

@@ -45,7 +45,7 @@ def test_vllm_ends_with_a_killed_engine(nested):
     engine.kill()
     engine.join(PATIENCE)
     for one in watched:
-        assert select.select([one], [], [], PATIENCE)[0], "it goes on without its engine"
+        assert select.select([one], [], [], PATIENCE)[0], "it outlives its engine"
         os.close(one)
 
 

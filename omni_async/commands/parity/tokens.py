@@ -111,7 +111,7 @@ def _prompts(subject: TokenSubject) -> Found:
 
 
 def _answers(subject: TokenSubject) -> list[Tensor]:
-    """Return an answer to each prompt: the tokens of the prompt, of which there are more in some than in others."""
+    """Return an answer to each prompt: the tokens of the prompt. Answers have different lengths."""
     prepared = [subject.policy.prepare(prompt, subject.case.specs[0]) for prompt in subject.case.prompts]
     return [one.ids[-4 - number :] for number, one in enumerate(prepared)]
 
@@ -167,7 +167,7 @@ async def check_token_engine(subject: TokenSubject, engine: RolloutEngine) -> As
     for name, check in checks.items():
         try:
             found = await check(subject, engine)
-        except Exception as error:  # noqa: BLE001 (foreign code; the next checks may say more)
+        except Exception as error:  # noqa: BLE001 (foreign code; the next checks may find more)
             yield failed(engine.name, name, error)
         else:
             yield Row(engine.name, name, float(found.value), found.bound, found.note)

@@ -51,7 +51,7 @@ def build_thinker(
 
     Args:
         tokenizer: has the special tokens that the model knows by id.
-        layers: of the language model; the tower of images has three, of which one also feeds the first layer.
+        layers: of the language model; the tower of images has three, and one also feeds the first layer.
         heads: of 32 features each, in both; keys and values have one head.
         experts: of a layer; a token takes two.
         seed: of the weights."""

@@ -108,7 +108,7 @@ class QwenOmniPolicy:
         media = {name: found[name] for name in ("pixel_values", "image_grid_thw") if name in found}
         token = self.processor.tokenizer.convert_tokens_to_ids(self.processor.image_token)
         grids = found["image_grid_thw"].tolist() if media else []
-        if sounds:  # of the padded frames only those that hold sound
+        if sounds:  # only the frames with sound, not the padding
             heard = found["feature_attention_mask"].bool()
             media |= {
                 "input_features": found["input_features"].transpose(1, 2)[heard],
