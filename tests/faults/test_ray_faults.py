@@ -105,7 +105,6 @@ def test_all_engines_at_once(tmp_path):
     run.require_whole(run.run(disturb))
 
 
-@pytest.mark.thorough
 def test_a_lost_trainer_or_coordinator(tmp_path):
     """Kills the trainer (rank 0 and the publisher run in its process) and the coordinator."""
     run = Disturbed.emulated(tmp_path, slow_at("train", 0.05))
