@@ -44,7 +44,13 @@ def draws_problems(c: Config) -> Iterator[str]:
         return
     if engine not in TOKEN_ENGINES:
         yield f"rollout.engine: {engine} draws latents, and {family} draws tokens; use vllm or transformers"
-    rollout = c.rollout
+    rollout, share = c.rollout, c.placement.rollout.gpus
+    shared = c.placement.colocated or 0 < share < 1
+    if engine == "vllm" and shared and not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & {*rollout.engine_args}:
+        yield (
+            "rollout.engine_args: vllm takes 0.9 of the memory of its device, which other workers share; give"
+            " gpu_memory_utilization its part"
+        )
     for key, given, why in (
         ("share_initial_noise", rollout.share_initial_noise, _NO_NOISE),
         ("share_prefix", rollout.share_prefix, _NO_NOISE),

@@ -32,6 +32,7 @@ SET_BY_THE_TOKEN_RUN: dict[str, str | None] = {
     "mm_processor_cache_gb": "rollout.conditioning_cache",
     **dict.fromkeys(("worker_extension_cls", "logprobs_mode", "generation_config", "async_scheduling")),
     **dict.fromkeys(("limit_mm_per_prompt", "disable_log_stats", "speculative_config", "load_format")),
+    "stream_interval": None,
 }
 # A version is loaded into the weights in the engine's process, under their checkpoint names and in their dtype. Workers
 # in other processes, and weights that are kept elsewhere or in another form, would not get it.
@@ -41,6 +42,7 @@ _LOADED_ELSEWHERE = {
     *("vae_patch_parallel_size", "text_encoder_tp_size", "enable_expert_parallel", "use_hsdp"),
     *("distributed_executor_backend", "enable_sleep_mode", "custom_pipeline_args", "diffusion_load_format"),
     *("lora_path", "quantization", "quantization_config", "enable_cpu_offload", "enable_layerwise_offload"),
+    *("cpu_offload_gb", "kv_transfer_config"),
     *("enable_distributed_layerwise_offload", "diffusion_offload_config", "host_weight_runtime_mode"),
 }
 

@@ -124,7 +124,7 @@ class Rollout(Section, kw_only=True, frozen=True):
     """vLLM-Omni's name of the attention kernels, such as `FLASH_ATTN` or `TORCH_SDPA`. `auto`: `TORCH_SDPA` for float32
     weights, which flash kernels refuse; otherwise the device's default."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the model's repeated layers; only for `vllm_omni` and `vllm`. `auto`: on an accelerator, if its compiler is
+    """Compile the model's repeated layers; only for `vllm_omni` and `vllm`. `auto`: on an accelerator whose compiler is
     supported."""
     engine_args: dict[EngineArg, Any] = msgspec.field(default_factory=dict)
     """More arguments of vLLM-Omni's engine, such as `vae_use_tiling: true`, or of vLLM's, such as `max_model_len: 512`;

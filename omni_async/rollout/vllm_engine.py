@@ -100,6 +100,7 @@ class VllmEngine:
         self._ended: EngineError | None = None
         self._version = 0
         self._serial = 0
+        self._agreed = False  # whether vLLM has read a prompt as the trainer does
         self._staged: StagedVersion[Staged] = StagedVersion(name)
         self._push_check = PushCheck(name, policy, dtype)
         self._prompts: Recent[Hashable, _Ready] = Recent(
@@ -122,14 +123,20 @@ class VllmEngine:
         given = {"model": self._path, "dtype": self._dtype, "max_num_seqs": self._max_batch}
         try:
             self._vllm = await in_daemon_thread(
-                start_vllm, self._compiled, given | {"limit_mm_per_prompt": limits} | self._engine_args
+                self._start, given | {"limit_mm_per_prompt": limits} | self._engine_args
             )
         except (TypeError, ValueError, RuntimeError) as error:
             reason = f"vLLM refuses to start, see rollout.engine_args: {one_line(str(error), 500)}"
             raise EngineError(f"{self.name}: {reason}") from error
         published = list(self._policy.components), list(self._policy.frozen), self._family.fused
-        await self._call("begin_versions", os.getpid(), self._path, *published)
+        await self._call("begin_versions", self._path, *published)
         return WeightReport(engine=self.name, version=0, digest="")
+
+    def _start(self, arguments: Mapping[str, Any]) -> Any:
+        vllm = start_vllm(self._compiled, arguments)
+        if self._ended is not None:  # while it started
+            vllm.shutdown()
+        return vllm
 
     async def close(self) -> None:
         self._end(EngineError(f"{self.name} was closed"))
@@ -173,8 +180,14 @@ class VllmEngine:
         self._check(request)
         self._require_open()
         ready, new = await self._prepared(request)
-        await self._push_check.once(lambda limit: self._greedy(request, ready, limit), ready.prompt, self._end)
+
+        async def check() -> None:
+            await self._push_check.once(lambda limit: self._greedy(request, ready, limit), ready.prompt, self._end)
+
+        await check()
         answer = await self._drawn(request, ready, temperature=request.spec.temperature, seed=request.seed % 2**63)
+        if answer.versions[-1] > 0:  # the first push came while it was drawn
+            await check()
         drawn = answer.tokens, answer.log_probs, answer.versions
         return trajectory(self._policy, request, ready.prompt, *drawn, encoded=int(new))
 
@@ -193,6 +206,7 @@ class VllmEngine:
 
     async def _prepared(self, request: SampleRequest) -> tuple[_Ready, bool]:
         """Return the request's prompt, and whether it was prepared for this request."""
+        from vllm.exceptions import VLLMClientError
         from vllm.renderers.inputs.preprocess import parse_model_prompt
 
         key = *prompt_key(request.prompt), request.spec
@@ -204,12 +218,22 @@ class VllmEngine:
             self._require_context(len(prompt.ids), request.spec.most_tokens or 0)
             given = await in_daemon_thread(self._policy.vllm_prompt, request.prompt, request.spec)
             parsed = parse_model_prompt(vllm.model_config, given)
-            [rendered] = await self._within("prompt", vllm.renderer.render_cmpl_async([parsed]))
+            try:
+                [rendered] = await self._within("prompt", vllm.renderer.render_cmpl_async([parsed]))
+            except EngineError as error:
+                if isinstance(
+                    error.__cause__, ValueError | VLLMClientError
+                ):  # another engine would refuse the prompt, too
+                    raise ValueError(str(error)) from error
+                raise
             if list(rendered["prompt_token_ids"]) != prompt.ids.tolist():
-                raise EngineError(
+                # Where no prompt has agreed before, the processors differ, and no engine can draw.
+                kind = ValueError if self._agreed else EngineError
+                raise kind(
                     f"{self.name}: vLLM reads the prompt of {request.sample_id} as {len(rendered['prompt_token_ids'])}"
                     f" tokens, and the trainer reads {len(prompt.ids)} other ones; expected equal processors"
                 )
+            self._agreed = True
             ready = _Ready(prompt, rendered)
             self._prompts.put(key, ready)
             return ready, True
@@ -225,10 +249,16 @@ class VllmEngine:
 
     async def _greedy(self, request: SampleRequest, ready: _Ready, limit: int) -> _Answer:
         """Return an answer of the most probable tokens, within one version."""
-        async with self._swapping:
-            return await self._drawn(request, ready, temperature=0.0, limit=limit)
+        # The slot first: a swap must not wait for the answers before this one.
+        async with self._slots, self._swapping:
+            return await self._in_slot(request, ready, temperature=0.0, limit=limit)
 
-    async def _drawn(self, request: SampleRequest, ready: _Ready, limit: int | None = None, **how: Any) -> _Answer:
+    async def _drawn(self, request: SampleRequest, ready: _Ready, **how: Any) -> _Answer:
+        # Without this bound requests would wait in vLLM during a swap, and then use keys and values of the old version.
+        async with self._slots:
+            return await self._in_slot(request, ready, **how)
+
+    async def _in_slot(self, request: SampleRequest, ready: _Ready, limit: int | None = None, **how: Any) -> _Answer:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -242,24 +272,22 @@ class VllmEngine:
             output_kind=RequestOutputKind.DELTA,
             **how,
         )
-        # Without this bound requests would wait in vLLM during a swap, and then use keys and values of the old version.
-        async with self._slots:
-            await self._resumed.wait()
-            self._require_open()
-            self._serial += 1
-            name = f"{request.sample_id}.{self._serial}"
-            answer = self._running[name] = _Answer(request)
-            task = asyncio.create_task(self._receive(name, answer, ready, parameters))
-            self._drawing.add(task)
-            try:
-                await task
-            except asyncio.CancelledError:
-                if self._ended is None or is_cancelled():
-                    raise
-                raise EngineError(str(self._ended)) from None
-            finally:
-                self._drawing.discard(task)
-                del self._running[name]
+        await self._resumed.wait()
+        self._require_open()
+        self._serial += 1
+        name = f"{request.sample_id}.{self._serial}"
+        answer = self._running[name] = _Answer(request)
+        task = asyncio.create_task(self._receive(name, answer, ready, parameters))
+        self._drawing.add(task)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if self._ended is None or is_cancelled():
+                raise
+            raise EngineError(str(self._ended)) from None
+        finally:
+            self._drawing.discard(task)
+            del self._running[name]
         answer.drawn_by(self._version)
         return answer
 

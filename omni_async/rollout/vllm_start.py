@@ -16,12 +16,11 @@ import torch
 
 from omni_async.compat import child_environment
 
-# Read when vLLM and tqdm are imported. A user's own choice takes precedence. vLLM's second model runner keeps no counts
-# of tokens. Several engines must not bind their threads to the same cores.
+# Read when vLLM and tqdm are imported. A user's own choice takes precedence. Several engines must not bind their
+# threads to the same cores.
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
@@ -29,13 +28,16 @@ _ENVIRONMENT = {
     # The configurations of real checkpoints cause a page of warnings, in each process.
     "TRANSFORMERS_VERBOSITY": "error",
 }
+# vLLM's second model runner keeps no counts of tokens, and the worker finds answers by the suffix of their names.
+_REQUIRED = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "0"}
+ENGINE = "OMNI_ASYNC_VLLM_ENGINE"  # the number of the engine's process, for vLLM's processes alone
 _ARGUMENTS = {
     "worker_extension_cls": "omni_async.rollout.vllm_token_worker.TokenWorkerExtension",
     "logprobs_mode": "processed_logprobs",  # of the distribution that a token was drawn from, at its temperature
     "generation_config": "vllm",  # none of the checkpoint's
     "async_scheduling": False,  # the worker's counts would contain tokens that it has not drawn yet
+    "stream_interval": 1,  # a swap waits for the tokens before it
     "mm_processor_cache_gb": 0,  # the engine caches prompts with their images
-    "skip_mm_profiling": True,
     "disable_log_stats": True,
     "use_tqdm_on_load": False,
 }
@@ -47,6 +49,7 @@ def set_environment(start_timeout_s: float) -> None:
     chosen = {"VLLM_PLUGINS": ",".join(_plugins()), "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(start_timeout_s))}
     for variable, value in (_ENVIRONMENT | chosen).items():
         os.environ.setdefault(variable, value)
+    os.environ.update(_REQUIRED)
 
 
 def start_vllm(compiled: Literal["auto", "on", "off"], given: Mapping[str, Any]) -> Any:
@@ -65,9 +68,9 @@ def start_vllm(compiled: Literal["auto", "on", "off"], given: Mapping[str, Any])
     on_cpu = not torch.accelerator.is_available()
     arguments: dict[str, Any] = _ARGUMENTS | {"enforce_eager": compiled == "off" or (compiled == "auto" and on_cpu)}
     if on_cpu:
-        arguments["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
+        arguments |= {"kv_cache_memory_bytes": _CPU_CACHE_BYTES, "skip_mm_profiling": True}
     before, verbosity = os.environ.get("PYTHONPATH"), logging.get_verbosity()
-    os.environ.update(child_environment())
+    os.environ.update(child_environment() | {ENGINE: str(os.getpid())})
     logging.set_verbosity_error()
     try:
         config = AsyncEngineArgs(**arguments | {**given}).create_engine_config()
@@ -75,6 +78,7 @@ def start_vllm(compiled: Literal["auto", "on", "off"], given: Mapping[str, Any])
         return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
     finally:
         logging.set_verbosity(verbosity)
+        os.environ.pop(ENGINE, None)
         if before is None:
             os.environ.pop("PYTHONPATH", None)
         else:
@@ -88,10 +92,10 @@ def end_with(engine: int) -> None:
 
     `engine`: the number of the engine's process."""
     core = os.getpid() if os.getppid() == engine else os.getppid()
-    watched = os.pidfd_open(engine)
 
     def watch() -> None:
-        select.select([watched], [], [])
+        with suppress(ProcessLookupError):  # it has ended already
+            select.select([os.pidfd_open(engine)], [], [])
         for process in (core, os.getpid()):
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)

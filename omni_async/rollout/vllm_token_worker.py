@@ -6,6 +6,7 @@ texts, bytes and containers of these. The weights are in memory that the engine'
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,12 +20,16 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from omni_async.rollout.payloads import Staged, lora_scale
 from omni_async.rollout.upload import Upload
-from omni_async.rollout.vllm_start import end_with
+from omni_async.rollout.vllm_start import ENGINE, end_with
 from omni_async.training.loading import open_tensors
 from omni_async.types import WeightManifest
 from omni_async.weights.buckets import unpack
 from omni_async.weights.experts import Fused, checkpoint_parts
 from omni_async.weights.lora import merged_weights
+
+# vLLM imports this module before it loads the model, which may take longer than the engine lives.
+if (engine := os.environ.get(ENGINE)) is not None and int(engine) != os.getpid():
+    end_with(int(engine))
 
 
 class TokenWorkerExtension:
@@ -37,22 +42,22 @@ class TokenWorkerExtension:
     frozen_prefixes: Sequence[str]
 
     def begin_versions(
-        self, engine: int, path: str, components: Sequence[str], frozen: Sequence[str], fused: Fused
+        self, path: str, components: Sequence[str], frozen: Sequence[str], fused: Fused
     ) -> dict[str, Any]:
-        """Learn which weights versions consist of, and end with the engine.
+        """Learn which weights versions consist of.
 
         Args:
-            engine: the number of the engine's process.
             path: the checkpoint's folder.
             components: the trained modules.
             frozen: prefixes of the weights that are never published.
             fused: `PipelineFamily.fused`."""
-        end_with(engine)
         self.fused = fused
-        self.base_weights = _Checkpoint(Path(path), components, frozen)
+        self.base_weights = _Checkpoint(Path(path), components, frozen, self.vllm_config.model_config.dtype)
         mapper = getattr(self.model_runner.get_model(), "hf_to_vllm_mapper", None)
         prefixes = [f"{prefix}." for prefix in frozen]
         self.frozen_prefixes = prefixes if mapper is None else mapper.apply_list(prefixes)
+        if fused:  # a form of experts that cannot be loaded again ends the engine now, not after the first update
+            self._load(iter(self.base_weights.items()), version=0)
         return {"weights": len(self.base_weights)}
 
     def swap_version(self, manifest: bytes, buckets: Sequence[str]) -> dict[str, Any]:
@@ -71,6 +76,11 @@ class TokenWorkerExtension:
             weights = self._weights_of(staged)
         except ValueError as error:
             return {"refused": str(error)}
+        self._load(weights, about.version)
+        return {"refused": None, "swap_s": time.perf_counter() - started, "drawn": self._drawn()}
+
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        """Load all weights. Raises RuntimeError if a parameter was left out."""
         # vLLM's `reload_weights` would also empty the worker's cache of images, and the scheduler would still count on
         # it: the next request with a cached image would end the engine.
         model = self.model_runner.get_model()
@@ -81,13 +91,12 @@ class TokenWorkerExtension:
         unloaded = {name for name, _ in model.named_parameters()} - set(loaded)
         missing = sorted(name for name in unloaded if not name.startswith(tuple(self.frozen_prefixes)))
         if missing:
-            raise RuntimeError(f"version {about.version}: {len(missing)} weights were not loaded, such as {missing[0]}")
-        return {"refused": None, "swap_s": time.perf_counter() - started, "drawn": self._drawn()}
+            raise RuntimeError(f"version {version}: {len(missing)} weights were not loaded, such as {missing[0]}")
 
     def _weights_of(self, staged: Staged) -> Iterator[tuple[str, torch.Tensor]]:
         """Return all weights of a version. Raises ValueError if names or shapes do not fit."""
         if staged.manifest.payload == "full":
-            published = as_published(self.base_weights, staged.manifest, self.fused)
+            published = as_published(self.base_weights.shapes(), staged.manifest, self.fused)
             return _apart(staged.weights(published, {}, Upload("cpu")), self.fused)
         # It refuses unknown names.
         staged.weights(self.base_weights, {}, Upload("cpu"))
@@ -101,11 +110,13 @@ class TokenWorkerExtension:
         return {name.rpartition("-")[0]: len(state.output_token_ids) for name, state in requests.items()}
 
 
-def as_published(stored: Mapping[str, torch.Tensor], manifest: WeightManifest, fused: Fused) -> dict[str, torch.Tensor]:
+def as_published(
+    stored: Mapping[str, Sequence[int]], manifest: WeightManifest, fused: Fused
+) -> dict[str, torch.Tensor]:
     """Return weights of a checkpoint as tensors without content, by the names that a version has for them.
 
     Experts that the version fuses become one tensor, if the checkpoint has all of its parts."""
-    found = {name: torch.empty(weight.shape, device="meta") for name, weight in stored.items()}
+    found = {name: torch.empty(*shape, device="meta") for name, shape in stored.items()}
     for spec in manifest.tensors:
         whole = torch.empty(spec.shape, device="meta")
         parts = checkpoint_parts(spec.name, spec.shape, fused)
@@ -124,9 +135,10 @@ def _apart(weights: Iterator[tuple[str, torch.Tensor]], fused: Fused) -> Iterato
 
 
 class _Checkpoint(Mapping[str, torch.Tensor]):
-    """The weights of a checkpoint that versions consist of, as views of its files."""
+    """The weights of a checkpoint that versions consist of, read from its files in the dtype of the trainer."""
 
-    def __init__(self, folder: Path, components: Sequence[str], frozen: Sequence[str]) -> None:
+    def __init__(self, folder: Path, components: Sequence[str], frozen: Sequence[str], dtype: torch.dtype) -> None:
+        self._dtype = dtype
         published, kept = (tuple(f"{prefix}." for prefix in prefixes) for prefixes in (components, frozen))
         self._stored = {
             name: stored
@@ -136,7 +148,10 @@ class _Checkpoint(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._stored[name][...]
-        return tensor
+        return tensor.to(self._dtype)
+
+    def shapes(self) -> dict[str, Sequence[int]]:
+        return {name: stored.get_shape() for name, stored in self._stored.items()}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)

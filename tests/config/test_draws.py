@@ -67,6 +67,8 @@ def test_a_recipe_of_tokens_is_accepted_and_finds_its_family(recipe: Path) -> No
         ("rollout.share_prefix=true", "rollout.share_prefix: tokens are not made of noise; remove it"),
         ("rollout.offload=true", "rollout.offload: a model that draws tokens has no text encoders; remove it"),
         ("rollout.buckets=[{sampling: {max_tokens: 4}}]", "rollout.buckets: answers have no size"),
+        ("rollout={engine: vllm}|placement.rollout.gpus=0.5", "rollout.engine_args: vllm takes 0.9 of the memory"),
+        ("rollout={engine: vllm, engine_args: {stream_interval: 8}}", "engine_args.stream_interval: the run sets it"),
         ("rollout.sde={kind: flow}", "rollout.sde: token_grpo trains the tokens of answers"),
         ("emulation.profile=qwen_image_lora_h800", "qwen_image_lora_h800 has no times of tokens"),
         ("algorithm.name=flow_grpo", "algorithm.name: flow_grpo trains "),
@@ -75,7 +77,7 @@ def test_a_recipe_of_tokens_is_accepted_and_finds_its_family(recipe: Path) -> No
     ],
 )
 def test_what_does_not_fit_tokens_is_one_line(recipe: Path, override: str, expected: str) -> None:
-    message = said(recipe, "model.pipeline=answers", override)
+    message = said(recipe, "model.pipeline=answers", *override.split("|"))
     assert expected in message and "\n" not in message
 
 

@@ -91,6 +91,7 @@ def engine(vllm: SmallVllm) -> VllmEngine:
     family = msgspec.structs.replace(FAMILY, policy=f"{__name__}:ReadByVllmToy", on_vllm=True)
     engine = VllmEngine("engine", family, path="0", dtype="float32", max_batch=8)
     engine._vllm = vllm
+    engine._push_check._passed = True  # test_push_check.py has its tests
     return engine
 
 
@@ -189,7 +190,7 @@ def test_experts_reach_vllm_under_the_checkpoint_s_names(tmp_path):
     policy = Qwen3OmniPolicy(str(build(tmp_path / "tiny")))
     weights = trained(policy, policy.load_components(torch.float32))
     worker = TokenWorkerExtension()
-    worker.base_weights = _Checkpoint(tmp_path / "tiny", policy.components, policy.frozen)
+    worker.base_weights = _Checkpoint(tmp_path / "tiny", policy.components, policy.frozen, torch.float32)
     worker.fused = qwen3_omni.FAMILY.fused
     assert weights.keys() != worker.base_weights.keys(), "experts are fused"
     found = dict(worker._weights_of(Staged(*publish(1, weights), staged_s=0.0)))
