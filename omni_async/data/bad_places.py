@@ -12,7 +12,9 @@ from omni_async.config import ConfigError
 _SHOWN = 10
 _NUMBERS = 5  # further places of the same problem that are named
 _GOT = re.compile(r"(?<=, got ).*?(?=;|$)", re.DOTALL)
-_LONGEST = 140  # characters of every reason but the first: an error message has at most 2000
+_LONGEST = 140  # characters of every reason but the first
+_PLACED = 3  # problems whose further places are named
+_LONGEST_MESSAGE = 1900  # ConfigError cuts a message after 2000, and the end has the number of the others
 
 
 @dataclass
@@ -80,8 +82,13 @@ class BadPlaces:
         if not shown:
             return
         first, *others = shown
-        each = [f"{first.where}: {first.problem}{first.others(self._place)}"]
-        each += [f"{self._place} {one.numbers[0]}: {one.problem[:_LONGEST]}{one.others(self._place)}" for one in others]
-        left = len(self._numbers) - sum(one.count for one in shown)
-        more = [f"and {left} more"] if left else []
-        raise ConfigError("; ".join([*each, *more, *([last[-_LONGEST:]] if last is not None else [])]))
+        more = [
+            f"{self._place} {one.numbers[0]}: {one.problem[:_LONGEST]}{one.others(self._place) if i < _PLACED else ''}"
+            for i, one in enumerate(others, 1)
+        ]
+        if left := len(self._numbers) - sum(one.count for one in shown):
+            more.append(f"and {left} more")
+        if last is not None:
+            more.append(last[-_LONGEST:])
+        places = "; ".join([first.others(self._place), *more])
+        raise ConfigError(f"{first.where}: {first.problem}"[: _LONGEST_MESSAGE - len(places)] + places)

@@ -159,14 +159,16 @@ def _hearing(prompt: Prompt, where: str) -> Prompt:
     if "audio" not in prompt.metadata:
         return prompt
     others = dict(prompt.metadata)
-    given = others.pop("audio")
+    audio = named_audio(others.pop("audio"), f"{where}: audio")
+    return replace(prompt, metadata=others, audio=audio)
+
+
+def named_audio(given: Any, where: str) -> tuple[PromptAudio, ...]:
+    """Return the audio that a cell names or holds, without digests. A ConfigError begins with `where`."""
     names = given if isinstance(given, list) else [given]
     if not all(isinstance(name, str | bytes) and name for name in names):
-        raise ConfigError(f"{where}: audio: expected a path or a list of paths, got {repr(given)[:200]}")
-    audio = (
-        PromptAudio(f"{where}, audio", "", name) if isinstance(name, bytes) else PromptAudio(name, "") for name in names
-    )
-    return replace(prompt, metadata=others, audio=tuple(audio))
+        raise ConfigError(f"{where}: expected a path or a list of paths, got {repr(given)[:200]}")
+    return tuple(PromptAudio(where, "", name) if isinstance(name, bytes) else PromptAudio(name, "") for name in names)
 
 
 class _Files:

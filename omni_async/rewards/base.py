@@ -65,11 +65,11 @@ class Scorer:
     requires       a tuple of parts that every sample must have together. Default: any one of the accepted parts.
     concurrency    the number of calls that may run at once, None for any number. Default: one call of a plain method,
                    any number of an asynchronous one. If several are allowed, a slow call is hedged after `hedge_s`.
-    needs          a tuple of what every prompt must have: "target", "images" or keys of its metadata. Checked before
-                   anything is started.
+    needs          a tuple of what every prompt must have: "target", "images", "audio" or keys of its metadata. Checked
+                   before anything is started.
     cost           the resource that a sample uses: "cpu", this machine's CPUs; "model", a model that wants an
                    accelerator; "elsewhere", a server's time and none of the worker's.
-    deterministic  True if an answer follows from the media and from the prompt's text, target, metadata and images
+    deterministic  True if an answer follows from the media and from the prompt's text, target, metadata and files
                    alone. `reward.cache` then stores it. Other parameters, another version of its package or another
                    source file of its class make another scorer.
     version        a text with anything else that its answers depend on, such as a model's version.

@@ -310,7 +310,7 @@ def _needs(name: str, scorer: type) -> tuple[str, ...]:
 def _has(prompt: Prompt, need: str) -> bool:
     if need == "target":
         return prompt.target is not None
-    return bool(prompt.images) if need == "images" else need in prompt.metadata
+    return bool(getattr(prompt, need)) if need in ("images", "audio") else need in prompt.metadata
 
 
 def _own_check(config: sections.Scorer, scorer: type) -> Callable[[Prompt], str | None] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import count
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,9 +18,11 @@ from msgspec import Meta
 from omni_async.config import decoding
 from omni_async.config.decoding import decode_json, decode_msgpack
 from omni_async.config.redact import one_line
-from omni_async.data.image_files import carried_image, encoded_bytes
+from omni_async.data.image_files import digest_of, encoded_bytes
 from omni_async.media import Media
-from omni_async.types import Fault, Prompt
+from omni_async.types import Fault, Prompt, PromptAudio, PromptFile, PromptImage
+
+File = TypeVar("File", bound=PromptFile)
 
 PATH = "/v1/score"
 MSGPACK, JSON = "application/msgpack", "application/json"
@@ -33,7 +35,7 @@ _DEEPEST = 50  # levels of a prompt's metadata
 _MOST_VALUES = 20_000  # of a prompt's metadata
 # Values of a message: of all metadata together, and as many parts as an answer can have.
 _MOST_ASKED, _MOST_ANSWERED, _MOST_REFUSED = 250_000, 600_000, 1000
-_MOST_IMAGES = 16
+_MOST_FILES = 16  # of a kind, of a prompt
 _MOST_SAMPLES = 1024
 Extent = Annotated[int, Meta(ge=1, le=2**31)]
 _LONGEST_TEXT = 2**20  # characters: as long as a line of a prompt file
@@ -75,13 +77,14 @@ class WireMedia(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WirePrompt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A prompt; `images` are the bytes of its PNG, JPEG or WebP files."""
+    """A prompt; `images` are the bytes of its PNG, JPEG or WebP files, `audio` those of its sound files."""
 
     text: Text
     index: Annotated[int, Meta(ge=0, le=2**62)] = 0
     target: Text | None = None
     metadata: dict[str, Any] = {}
-    images: Annotated[tuple[bytes, ...], Meta(max_length=_MOST_IMAGES)] = ()
+    images: Annotated[tuple[bytes, ...], Meta(max_length=_MOST_FILES)] = ()
+    audio: Annotated[tuple[bytes, ...], Meta(max_length=_MOST_FILES)] = ()
 
 
 class WireSample(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -179,16 +182,15 @@ def _decoded(body: bytes | bytearray, form: str, kind: type[Any], most: int) -> 
 
 
 def sent_sample(media: Media, prompt: Prompt, key: str | None) -> WireSample:
-    """Convert a sample to its message; ValueError if an image of its prompt cannot be read."""
+    """Convert a sample to its message; ValueError if a file of its prompt cannot be read."""
     rates = {"image": None, "video": media.fps, "audio": media.sample_rate}
     media = media.numpy()
     parts: dict[str, Any] = {name: _sent(getattr(media, name), rates[name]) for name in media.arrays}
     if media.text is not None and media.finish is not None:
         parts["text"] = Written(media.text, media.finish, media.tokens)
-    images = tuple(encoded_bytes(image) for image in prompt.images)
-    return WireSample(
-        WirePrompt(prompt.text, prompt.index, prompt.target, prompt.metadata, images), WireMedia(**parts), key
-    )
+    images, audio = (tuple(map(encoded_bytes, files)) for files in (prompt.images, prompt.audio))
+    sent = WirePrompt(prompt.text, prompt.index, prompt.target, prompt.metadata, images, audio)
+    return WireSample(sent, WireMedia(**parts), key)
 
 
 def _sent(array: Any, rate: float | None) -> Array:
@@ -216,8 +218,12 @@ def sample_of(sample: WireSample) -> tuple[Media, Prompt]:
         raise WireError("audio: expected finite numbers")
     sent = sample.prompt
     _require_plain(sent.metadata, count())
-    images = tuple(carried_image(content, f"image {i} of the prompt") for i, content in enumerate(sent.images))
-    return media, Prompt(sent.index, sent.text, sent.target, sent.metadata, images)
+    images, audio = _carried(PromptImage, sent.images), _carried(PromptAudio, sent.audio)
+    return media, Prompt(sent.index, sent.text, sent.target, sent.metadata, images, audio=audio)
+
+
+def _carried(kind: type[File], contents: tuple[bytes, ...]) -> tuple[File, ...]:
+    return tuple(kind(f"{kind.part} {i} of the prompt", digest_of(one), one) for i, one in enumerate(contents))
 
 
 def _array(part: str, sent: Array | None) -> Any:

@@ -10,6 +10,7 @@ from PIL import Image
 
 from omni_async.config import ConfigError
 from omni_async.data.audio_files import read_prompt_audio
+from omni_async.data.bad_places import BadPlaces
 from omni_async.data.image_files import read_prompt_image
 from omni_async.data.prompts import load_prompts
 from omni_async.types import Prompt
@@ -140,6 +141,17 @@ def test_all_wrong_lines_are_named_at_once_ten_at_most(tmp_path):
     assert said.endswith("got 0; write it in quotation marks (also 11 more: line 2, 3, 4, 5, 6, ...)")
     distinct = [f"{'x' * (51 + i)}" for i in range(12)]
     assert refusal(tmp_path, "\n".join(distinct)).endswith("; and 2 more")
+
+
+def test_ten_long_problems_that_many_lines_have_fit_into_a_message():
+    bad = BadPlaces("line")
+    for i in range(11 * 8):
+        bad.add(f"{'p' * 300}:{10**6 + i}", 10**6 + i, f"{i % 11} {'x' * 500}")
+    with pytest.raises(ConfigError) as raised:
+        bad.require_none(last="the end")
+    said = str(raised.value)
+    assert said.startswith("ppp") and said.endswith("; and 8 more; the end") and len(said) <= 2000
+    assert said.count("; line 10000") == 9 and said.count("(also 7 more: line 1000") == 3
 
 
 def test_a_million_prompts_are_read_in_seconds(tmp_path):

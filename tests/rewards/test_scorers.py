@@ -20,7 +20,7 @@ from omni_async.rewards import registry
 from omni_async.rewards.base import ScoreError, Scorer
 from omni_async.rewards.cache import identity_of
 from omni_async.rewards.loaded import LoadedReward
-from omni_async.types import Prompt, Score
+from omni_async.types import Prompt, PromptAudio, Score
 from tests.support.images import as_media, score_all
 
 IMAGES = [np.random.default_rng(i).integers(0, 1 + 80 * i, (32, 48, 3), dtype=np.uint8) for i in range(3)]
@@ -297,6 +297,16 @@ class Demanding(Nameless):
 class Instance(Nameless):
     def check_prompt(self, prompt, params):
         return None
+
+
+class Hearing(Nameless):
+    needs = ("audio",)
+
+
+def test_a_scorer_that_needs_audio_scores_the_prompts_that_have_it():
+    check = registry.prompt_check(own("Hearing"))
+    assert check(Prompt(0, "x", audio=(PromptAudio("a.wav", "digest"),))) is None
+    assert check(Prompt(0, "x")).endswith("needs 'audio', which the prompt does not have")
 
 
 def test_a_scorer_says_what_it_misses_in_a_prompt_by_its_parameters_and_their_defaults():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -31,34 +32,50 @@ def find_recipes() -> Path:
 def copy_recipes(name: str) -> str:
     """Copy a shipped folder of recipes, and the folders that it extends, to `recipes/`; return lines for the console.
 
-    Raises ConfigError, one line, for an unknown name, an existing folder, or a folder that cannot be written."""
+    Keeps every file that exists. Raises ConfigError, one line, for an unknown name, a folder whose own recipes exist,
+    or a folder that cannot be written."""
     source = shipped("recipes")
     folders = {path.parent.relative_to(source) for path in source.rglob("*.yaml")}
     known = {folder.name: folder for folder in sorted(folders, reverse=True)}
     found = known.get(name) or next((folder for folder in folders if str(folder) == name.rstrip("/")), None)
     if found is None:
         raise ConfigError(f"--from: {not_one_of(name, sorted(known))}")
+    if any((_RECIPES / found / recipe.name).exists() for recipe in (source / found).glob("*.yaml")):
+        raise ConfigError(f"--from: {_RECIPES / found}: is there already; work with it, or remove it")
     if found.parts[0] in _extended(source / found, source):
         found = Path(found.parts[0])
     target = _RECIPES / found
-    if target.exists():
-        raise ConfigError(f"--from: {target}: is there already; work with it, or remove it")
-    wanted, copied = [str(found)], list[str]()
+    wanted, copied, wrote = [str(found)], list[str](), list[str]()
     while wanted:
         folder = wanted.pop()
         if folder in copied:
             continue
         copied.append(folder)
         wanted += _extended(source / folder, source)
-        try:
-            if not (_RECIPES / folder).exists():
-                shutil.copytree(source / folder, _RECIPES / folder, ignore=shutil.ignore_patterns("__pycache__"))
-        except (OSError, shutil.Error) as error:
-            raise ConfigError(f"--from: {_RECIPES / folder}: cannot be written: {error}") from None
+        if written := _copy_missing(source / folder, _RECIPES / folder):
+            wrote.append(f"wrote {_RECIPES / folder}: {written} files")
     recipes = sorted(target.glob("*.yaml"))
     shown = [f"  omni-async {command} {recipes[0]}" for command in ("check", "train")]
     more = [] if len(recipes) == 1 else ["  omni-async list recipes"]
-    return "\n".join([*(f"wrote {_RECIPES / folder}" for folder in copied), "next:", *shown, *more])
+    return "\n".join([*wrote, "next:", *shown, *more])
+
+
+def _copy_missing(source: Path, target: Path) -> int:
+    """Copy the files of a folder that the target lacks; return their number. An existing file is the user's."""
+    written = 0
+
+    def copy(file: str, to: str) -> None:
+        nonlocal written
+        if not os.path.lexists(to):
+            shutil.copy2(file, to)
+            written += 1
+
+    try:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(source, target, ignore=ignored, copy_function=copy, dirs_exist_ok=True)
+    except (OSError, shutil.Error) as error:
+        raise ConfigError(f"--from: {target}: cannot be written: {error}") from None
+    return written
 
 
 def _extended(folder: Path, recipes: Path) -> Iterator[str]:

@@ -7,12 +7,12 @@ a file comes from one of these:
 - the folder's `prompts.txt` or `prompts.jsonl`, a line per file in the order of their names
 
 A table (`omni_async.data.tables`) has a row per sample with `prompt` and its media as `image`, `video` and `audio`
-(paths relative to the table), or without them its `text` itself. It may have `target`, `images` (the prompt's images)
-and `metadata`; other columns are metadata, too. A folder with `metadata.jsonl` is a table, whose `file_name` names the
-media.
+(paths relative to the table), or without them its `text` itself. It may have `target`, `images` and `prompt_audio`
+(the prompt's) and `metadata`; other columns are metadata, too. A folder with `metadata.jsonl` is a table, whose
+`file_name` names the media.
 
 A path on the command line may point anywhere. A folder or a table is input: its files must be in it or below, links
-included. Images of prompts may also be in the folders of the recipe's prompt files.
+included. Files of prompts may also be in the folders of the recipe's prompt files.
 
 Opens no media. Raises a ConfigError of one line for an invalid sample, before anything is scored.
 """
@@ -30,15 +30,16 @@ from msgspec.structs import replace
 
 from omni_async.config import ConfigError, redact
 from omni_async.config.reading import is_within, require_file
+from omni_async.data.audio_files import prompt_audio
 from omni_async.data.folders import caption_of, folder_table, metadata_of, require_inside, sorted_files
 from omni_async.data.image_files import one_line, prompt_image
 from omni_async.data.media_files import SUFFIXES, part_of, read_media
-from omni_async.data.prompts import load_prompts, prompt_of
+from omni_async.data.prompts import load_prompts, named_audio, prompt_of
 from omni_async.data.tables import LEADS_OUT, NO_COLUMNS, Columns, Table, open_table
 from omni_async.data.tables import SUFFIXES as _TABLES
 from omni_async.media import Media
 from omni_async.plugins.families import ARRAYS
-from omni_async.types import Prompt
+from omni_async.types import Prompt, PromptFile
 
 _PROMPT_FILES = ("prompts.txt", "prompts.jsonl")
 _GRID = re.compile(r"(train|validation)-\d{6}")  # a run's grid; its tiles have an additional number
@@ -78,7 +79,7 @@ def find_samples(
     Args:
         paths: as the user named them.
         max_chars: the largest number of characters of a prompt in a prompt file.
-        images_in: folders that may contain images of prompts, in addition to the folder of the file that names them.
+        images_in: folders that may contain files of prompts, in addition to the folder of the file that names them.
         columns: names of the tables' columns by field, as `data.columns`; tables of a run have their own.
 
     Raises:
@@ -90,13 +91,14 @@ def find_samples(
 def files_read(paths: list[Path], samples: list[Sample]) -> list[Path]:
     """Return the files that `find_samples` and scoring read for these paths."""
     media = [file for sample in samples for file in sample.files.values()]
-    images = [Path(image.path) for sample in samples for image in sample.prompt.images if image.path]
+    prompts = [sample.prompt for sample in samples]
+    carried = [Path(file.path) for prompt in prompts for file in (*prompt.images, *prompt.audio) if file.path]
     beside = (file.with_suffix(suffix) for file in media for suffix in (".txt", ".json"))
     sidecars = [file for file in beside if os.path.isfile(file)]  # noqa: PTH113 (pathlib raises at long names)
     folders = {folder for path in paths if path.is_dir() for folder in (path, path / "samples")}
     kinds = ("prompts.txt", "*.jsonl", "metadata.*")
     lists = [file for folder in folders for kind in kinds for file in folder.glob(kind)]
-    return [*(path for path in paths if not path.is_dir()), *media, *images, *sidecars, *lists]
+    return [*(path for path in paths if not path.is_dir()), *media, *carried, *sidecars, *lists]
 
 
 def _samples_of(path: Path, max_chars: int, images_in: Sequence[Path], columns: Columns) -> list[Sample]:
@@ -154,7 +156,7 @@ def _sidecar(file: Path) -> Prompt | None:
         return None
     where, fields = str(found[0]), found[1]
     prompt = Prompt(0, fields["prompt"]) if found[0].suffix == ".txt" else prompt_of(0, fields, where)
-    return _with_images(_without_nul(prompt, where), where, file.parent)
+    return _with_files(_without_nul(prompt, where), where, file.parent)
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -186,8 +188,9 @@ def _of_row(folder: Path, where: str, row: dict[str, Any], images_in: Sequence[P
         raise ConfigError(f'{where}: metadata: expected an object such as {{"n": 1}}, got {repr(more)[:200]}')
     if clash := sorted({*more} & {*row, "prompt", "target", "image", "images"}):
         raise ConfigError(f"{where}: metadata: {clash[0]!r} is a column of the table, too")
-    prompt = prompt_of(0, {**row, **more}, where)
-    prompt = _with_images(_without_nul(prompt, where), where, folder, images_in)
+    audio = named_audio(row.pop("prompt_audio", []), f"{where}: prompt_audio")
+    prompt = replace(prompt_of(0, {**row, **more}, where), audio=audio)
+    prompt = _with_files(_without_nul(prompt, where), where, folder, images_in)
     name = ", ".join(named.values()) if named else where
     return Sample(redact.one_line(name), files, prompt, folder, text)
 
@@ -231,11 +234,15 @@ def _without_nul(prompt: Prompt, where: str) -> Prompt:
     return prompt
 
 
-def _with_images(prompt: Prompt, where: str, folder: Path, images_in: Sequence[Path] = ()) -> Prompt:
-    """Return the prompt with its images located; their paths are relative to the file that names them."""
-    images = []
-    for image in prompt.images:
-        file = _named(folder, image.path, f"{where}: image", images_in)
+def _with_files(prompt: Prompt, where: str, folder: Path, images_in: Sequence[Path] = ()) -> Prompt:
+    """Return the prompt with its files located; their paths are relative to the file that names them."""
+
+    def found(carried: PromptFile) -> tuple[Path, str, Path]:
+        shown = f"{where}: {carried.part}"
+        file = _named(folder, carried.path, shown, images_in)
         within = next(one for one in (folder, *images_in) if is_within(file, one))
-        images.append(prompt_image(file, f"{where}: image {image.path[:200]!r}", within=within))
-    return replace(prompt, images=tuple(images))
+        return file, f"{shown} {carried.path[:200]!r}", within
+
+    images = [prompt_image(file, shown, within=within) for file, shown, within in map(found, prompt.images)]
+    audio = [prompt_audio(*found(one)) for one in prompt.audio]
+    return replace(prompt, images=tuple(images), audio=tuple(audio))

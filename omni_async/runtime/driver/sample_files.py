@@ -107,8 +107,10 @@ def sample_row(prompt: Prompt, media: Media, files: list[Path]) -> dict[str, Any
         row["target"] = prompt.target
     if prompt.metadata:
         row["metadata"] = prompt.metadata
-    if prompt.images and all(image.content is None for image in prompt.images):
-        row["images"] = [image.path for image in prompt.images]
+    # `audio` is the sample's own sound.
+    for column, carried in (("images", prompt.images), ("prompt_audio", prompt.audio)):
+        if carried and all(file.content is None for file in carried):
+            row[column] = [file.path for file in carried]
     if media.text is not None:
         row |= {"text": media.text, "finish": media.finish}
         row |= {} if media.tokens is None else {"tokens": media.tokens}

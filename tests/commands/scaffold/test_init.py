@@ -371,9 +371,20 @@ def test_a_recipe_within_a_folder_is_copied_alone_or_with_the_folder_that_it_ext
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init", "--from", "read_digits"]) == 0
     assert [path.name for path in (tmp_path / "recipes" / "quickstart").iterdir()] == ["read_digits"]
-    shutil.rmtree(tmp_path / "recipes")
-    assert cli.main(["init", "--from", "algorithms"]) == 0
+    mine = tmp_path / "recipes" / "quickstart" / "read_digits" / "README.md"
+    mine.write_text("mine")
+    assert cli.main(["init", "--from", "algorithms"]) == 0 and mine.read_text() == "mine"
     load(tmp_path / "recipes" / "quickstart" / "algorithms" / "gspo.yaml")
+
+
+def test_folders_that_are_there_in_part_are_completed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes" / "quickstart" / "video").mkdir(parents=True)
+    assert cli.main(["init", "--from", "emulated"]) == 0
+    load(tmp_path / "recipes" / "emulated" / "qwen3_omni_thinker.yaml")
+    shutil.rmtree(tmp_path / "recipes" / "emulated")
+    assert cli.main(["init", "--from", "emulated"]) == 0
+    assert "wrote recipes/emulated: 7 files\nnext:\n" in capsys.readouterr().out, "the copied folders are not listed"
 
 
 @pytest.mark.parametrize(

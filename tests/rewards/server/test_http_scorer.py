@@ -7,15 +7,19 @@ import threading
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
+import soundfile
 
 from examples import brightness_server
 from omni_async.config import reward as sections
+from omni_async.data.audio_files import prompt_audio, read_prompt_audio
 from omni_async.rewards import registry, wire
 from omni_async.rewards.base import Outage, ScoreError, require_scores
 from omni_async.rewards.scorers.http import HttpScorer
+from omni_async.types import Prompt
 from tests.rewards.judge_server import judging
-from tests.rewards.server.serving_world import MEDIA, PROMPTS, ROOT
+from tests.rewards.server.serving_world import MEDIA, PROMPTS, ROOT, served, write_scorers
 from tests.test_documented import blocks
 
 PAGE = ROOT / "docs" / "rewards" / "http.md"
@@ -140,3 +144,28 @@ def test_the_documented_messages_are_those_of_the_protocol():
     media, prompt = wire.sample_of(asked.samples[0])
     assert media.image.shape == (3, 64, 64) and re.search('"open"', prompt.text) and prompt.target == "open"
     assert [one.kind for one in wire.decode_answer(answer.encode(), wire.JSON).scores] == ["sample", "sample"]
+
+
+class Listener:
+    name, accepts = "listener", ("image",)
+
+    def score(self, media, prompts):
+        return [sum(float(read_prompt_audio(one, 8000).max()) for one in prompt.audio) for prompt in prompts]
+
+
+async def test_a_server_hears_the_audio_of_a_prompt(tmp_path):
+    soundfile.write(tmp_path / "a.wav", np.linspace(0, 0.5, 800), 8000)
+    one = prompt_audio(tmp_path / "a.wav", "a.wav")
+    prompts = [Prompt(0, "twice", audio=(one, one)), Prompt(1, "none")]
+    sent = [wire.sent_sample(MEDIA[0], prompt, None) for prompt in prompts]
+    assert [wire.sample_of(one)[1].content for one in sent] == [prompt.content for prompt in prompts]
+    # A server of an earlier version gets its own messages while no prompt has audio.
+    assert "audio" not in msgspec.to_builtins(sent[1])["prompt"]
+    many = msgspec.structs.replace(sent[0].prompt, audio=(b"",) * 17)
+    asked = wire.Request(1, (msgspec.structs.replace(sent[0], prompt=many),))
+    with pytest.raises(wire.WireError, match="length <= 16"):
+        wire.decode_request(wire.encode(asked, wire.MSGPACK), wire.MSGPACK)
+    with served(write_scorers(tmp_path, {"name": f"{__name__}:Listener"})) as url:
+        async with asking(url) as scorer:
+            scores = await scorer.score(MEDIA[:2], prompts)
+    assert [score.value for score in scores] == Listener().score(MEDIA[:2], prompts) == [pytest.approx(1, abs=0.01), 0]
