@@ -13,6 +13,7 @@ from statistics import fmean, median
 from typing import Any
 
 from omni_async.config import Config
+from omni_async.config.draws import drawn
 from omni_async.config.reward import Reward
 from omni_async.config.rollout import Rollout
 from omni_async.control.reward_formula import labels_of
@@ -45,8 +46,10 @@ def measure(spans: Sequence[Span], config: Config, *, samples_per_rank: float, n
     switch = _each(steady["switch"])
     # A span begins with the wait for a boundary between two denoising steps; the shortest span has almost no wait.
     swap = min(map(_seconds, steady["swap"]), default=0.0)
+    # Answers join and end at any token, so their spans show no batches.
+    batches = [] if drawn(config) == "tokens" else by_kind["generate"]
     stages: dict[str, Any] = {
-        "generate": fit(_generate_jobs(by_kind["generate"], by_kind["swap"], swap, config.rollout, start)),
+        "generate": fit(_generate_jobs(batches, by_kind["swap"], swap, config.rollout, start)),
         "score": _of_scorer(steady["score"]),
         "proximal": fit([(samples_per_rank, _seconds(span)) for span in steady["proximal"]]),
         "train": fit([(samples_per_rank, _seconds(span)) for span in steady["train"] if "group" in span.args]),

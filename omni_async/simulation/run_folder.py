@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from omni_async.config import Config, ConfigError, load
-from omni_async.config.draws import require_latents
+from omni_async.config.draws import drawn
 from omni_async.performance.profile import Profile, read_profile
 from omni_async.records.write.attempts import Attempt
 from omni_async.records.write.files import read_foreign
@@ -76,7 +76,11 @@ def read_measured(folder: Path) -> MeasuredRun:
     if not run.config_yaml.is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no config.yaml; give one, or a recipe")
     config = load(run.config_yaml, within=folder)
-    require_latents(config, "simulation")
+    if drawn(config) == "tokens":
+        raise ConfigError(
+            f"{folder}: the profile of a run of answers has no times of tokens; simulate {run.config_yaml} with"
+            " --profile NAME"
+        )
     if not run.profile.is_file():
         raise ConfigError(
             f"{folder} has no profile.json, which a run writes at its end if it made an update; end it with `omni-async"

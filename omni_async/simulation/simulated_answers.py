@@ -102,6 +102,8 @@ class SimulatedAnswers(SimulatedEngine):
         self._busy_since = now
         if not self._running and self._world.shared is not None:
             self._world.shared.leave()
+        if self._running and self._boundary > now + INSTANT_S:  # `_act` plans only for answers that join
+            self._plan_end()
         self._report(ended)
 
     def _spans(self, first: int, last: int) -> VersionSpans:

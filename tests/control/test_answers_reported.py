@@ -22,5 +22,6 @@ def test_an_update_of_tokens_has_lengths_and_versions_of_its_answers() -> None:
     assert answer_numbers(data["answers"], 1.5) == {
         **{"tokens_per_s": 50, "answer_tokens/median": 7, "answer_tokens/p95": 90, "answer_versions": 4 / 3},
     }
+    assert answer_numbers([(length, 1) for length in range(1, 21)], 1.0)["answer_tokens/p95"] == 19
     latents, _ = update_event(report, [GROUP], build({}))
     assert "answers" not in latents and answer_numbers((), 1.5) == {}

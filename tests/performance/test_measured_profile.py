@@ -25,6 +25,7 @@ from omni_async.simulation.virtual_time import VirtualTimeLoop
 from omni_async.types import Span
 from tests.simulation.tune.tune_world import job
 from tests.support.configs import build
+from tests.support.token_family import AnswerSampling
 
 
 def config(**rollout: Any) -> Config:
@@ -113,6 +114,13 @@ def test_what_a_run_has_no_spans_of_is_zero_and_named() -> None:
     )
     assert found.name == "run-1" and found.source.startswith("a test")
     assert measured([]).payload == Payload(), "a run that never began has a profile, too"
+
+
+def test_answers_end_at_any_token_and_show_no_batches() -> None:
+    config = build({}, {"rollout.sampling": AnswerSampling()})
+    spans = generated("rollout-0", 0.0, 5.0, 4)
+    found = measure(spans, config, samples_per_rank=1.0, name="run-1", source="a test")
+    assert found.generate == NOTHING and "generate" in found.assumed
 
 
 def test_variation_is_kept() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +17,9 @@ from omni_async.config import ConfigError
 from omni_async.performance.profile import ServiceTime, TokenTimes, load_profile, require_times, write_profile
 from omni_async.rollout.emulated import EmulatedEngine, RandomPayload, TokenByToken
 from omni_async.simulation.simulate import simulate
+from omni_async.simulation.simulated_answers import SimulatedAnswers
+from omni_async.simulation.world import Meters, World
+from omni_async.types import SampleRequest, SampleResult
 from tests.rollout.conftest import make_request, publish
 from tests.simulation.simulation_world import make_config, make_profile
 from tests.simulation.test_real_roles import UPDATES, played, step_s
@@ -90,6 +94,41 @@ async def test_answers_join_and_end_at_any_token_and_new_weights_come_between_tw
         ((0, before), (3, length - before)) for before, length in ((5 + tokens, lengths[0]), (tokens, lengths[1]))
     ]
     assert loop.time() == pytest.approx(9.5 + max(lengths[0] - 5, lengths[1]))
+
+
+class Desk:
+    """Hands requests to an engine once, as a coordinator does, and notes when answers end."""
+
+    ledger, versions = SimpleNamespace(admitted=0), SimpleNamespace(held=0)
+
+    def __init__(self, *given: list[SampleRequest]) -> None:
+        self._given = iter(given)
+        self.ended: list[tuple[float, tuple[tuple[int, int], ...]]] = []
+
+    async def next_samples(self, *_: Any) -> list[SampleRequest]:
+        return next(self._given, [])
+
+    async def samples_done(self, _: str, results: list[SampleResult]) -> None:
+        self.ended += [(one.finished, one.step_versions.spans) for one in results]
+
+
+@pytest.mark.virtual_time
+async def test_new_weights_after_the_last_token_of_an_answer_pause_the_others() -> None:
+    tokens = TokenTimes(ServiceTime(1.0), (2, 4))
+    seeds = [next(seed for seed in range(99) if tokens.length_of(seed) == length) for length in tokens.lengths]
+    profile = replace(PROFILE, tokens=tokens, generate=tokens.in_batches, swap=ServiceTime(0.5))
+    desk = Desk([make_request(number, seed=seed) for number, seed in enumerate(seeds)])
+    loop = asyncio.get_running_loop()
+    meters = Meters(loop.time, {"rollout": 1}, dict.fromkeys(("slots", "trajectories", "replay"), 8))
+    parts: Any = {"plan": None, "coordinator": desk, "loop": loop, "meters": meters, "shared": None, "outage": None}
+    world = World(config=make_config(**JOB), profile=profile, seed=0, bundle=1, rejected=0.0, **parts)
+    engine = SimulatedAnswers("rollout-0", world, lambda: None, tokens)
+    assert engine.stage(0) == 0.5
+    await engine.lease()
+    await asyncio.sleep(2.0)  # in the second token of both
+    assert engine.stage(1) == 3.0
+    await asyncio.sleep(9.0)
+    assert desk.ended == [(2.5, ((0, 2),)), (5.0, ((0, 2), (1, 2)))]
 
 
 @pytest.mark.parametrize(

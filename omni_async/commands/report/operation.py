@@ -41,7 +41,12 @@ def throughput(shown: Sequence[Shown]) -> Section:
     """Return the section with the speed of the runs."""
     wanted = (
         ("images_per_s", "Samples per second", "1/s", "Generated training samples, over the last 30 seconds."),
-        ("tokens_per_s", "Tokens per second", "1/s", "Tokens of trained answers, over the last 30 seconds."),
+        (
+            "tokens_per_s",
+            "Tokens per second",
+            "1/s",
+            "Generated answers times the mean length of trained ones, over the last 30 seconds.",
+        ),
         ("answer_tokens/median", "Median length of answers", "tokens", "Of an update's answers."),
         ("answer_tokens/p95", "Length of long answers", "tokens", "One in twenty of an update's answers is longer."),
         ("answer_versions", "Versions inside an answer", "", "Mean over an update's answers."),

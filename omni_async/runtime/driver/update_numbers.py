@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
@@ -65,14 +66,18 @@ def _shares_prefix(config: Config, data: Mapping[str, Any]) -> bool:
 
 
 def answer_numbers(answers: Sequence[tuple[int, int]], answers_per_s: float) -> dict[str, float]:
-    """Return the numbers of answers, each of so many tokens and versions; none for a model that draws latents."""
+    """Return the numbers of an update's answers; none for a model that draws latents.
+
+    Args:
+        answers: tokens and versions of each trained answer.
+        answers_per_s: of all generated answers, whose mean length is taken to be that of the trained ones."""
     if not answers:
         return {}
     lengths = sorted(length for length, _ in answers)
     return {
         "tokens_per_s": answers_per_s * fmean(lengths),
         "answer_tokens/median": median(lengths),
-        "answer_tokens/p95": lengths[min(len(lengths) - 1, int(0.95 * len(lengths)))],
+        "answer_tokens/p95": lengths[math.ceil(0.95 * len(lengths)) - 1],
         "answer_versions": fmean(versions for _, versions in answers),
     }
 
