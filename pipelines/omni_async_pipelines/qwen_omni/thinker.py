@@ -93,7 +93,8 @@ class DrawsTokens(nn.Module):
             lengths: (N,) int64, the frames of each."""
         sounds = frames.split(lengths.tolist())
         first, places = _distinct(sounds)
-        features, tokens = self.hear(torch.cat([sounds[sound] for sound in first]).T, lengths[first])
+        heard = torch.cat([sounds[sound] for sound in first]).T.to(self.audio_tower.dtype)
+        features, tokens = self.hear(heard, lengths[first])
         of_each = features.split(tokens.tolist())
         return torch.cat([of_each[place] for place in places])
 
