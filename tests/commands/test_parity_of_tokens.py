@@ -7,16 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import soundfile
 import torch
+from msgspec import structs
 from omni_async_pipelines.qwen3_omni import FAMILY
 from omni_async_pipelines.qwen3_omni.parity import CASES
 from omni_async_pipelines.qwen3_omni.policy import Qwen3OmniPolicy
 
 from omni_async.cli import main
 from omni_async.commands.parity.tokens import TokenSubject, check_token_engine, check_token_policy
+from omni_async.data.audio_files import prompt_audio
+from omni_async.data.image_files import carried_image
+from omni_async.rollout.base import Trajectory
 from omni_async.rollout.transformers_engine import TransformersEngine
 from omni_async.tokens.policy import Prepared
+from omni_async.types import SampleRequest
 
 
 class PlainPositions(Qwen3OmniPolicy):
@@ -35,21 +42,37 @@ class Stale(TransformersEngine):
         return self._report()
 
 
+class LastIsNan(TransformersEngine):
+    """Computes NaN for the last answer of a batch."""
+
+    async def generate(self, request: SampleRequest) -> Trajectory:
+        found = await super().generate(request)
+        if request.sample_id == "s5":
+            found.tensors["log_probs"] = torch.full_like(found.tensors["log_probs"], float("nan"))
+        return found
+
+
 def test_wrong_policies_and_engines_are_caught(tmp_path: Path) -> None:
     path = str(CASES[0].build(tmp_path / "tiny"))
     case = CASES[0].with_images(tmp_path)
+    first, *others = case.prompts
+    carried = carried_image(Path(first.images[0].path).read_bytes(), "an image")
+    soundfile.write(tmp_path / "0.wav", np.random.default_rng(0).normal(0, 0.1, 160 * 57), 16_000)
+    sounds = (prompt_audio(tmp_path / "0.wav", "0.wav"),)
+    case = replace(case, prompts=(structs.replace(first, images=(carried,), audio=sounds), *others))
     subject = TokenSubject(case, path, PlainPositions(path), FAMILY)
     assert [row.check for row in check_token_policy(subject) if not row.passed] == ["log-probs of a row"]
 
-    async def wrong() -> list[str]:
+    async def wrong(cls: type[TransformersEngine]) -> list[str]:
         right = TokenSubject(case, path, Qwen3OmniPolicy(path), FAMILY)
-        engine = Stale("stale", right.policy, dtype=torch.float32, max_batch=8, device="cpu")
+        engine = cls("wrong", right.policy, dtype=torch.float32, max_batch=8, device="cpu")
         await engine.start()
         found = [row.check async for row in check_token_engine(right, engine) if not row.passed]
         await engine.close()
         return found
 
-    assert asyncio.run(wrong()) == ["log-probs after a push", "wrong weights are refused"]
+    assert asyncio.run(wrong(Stale)) == ["log-probs after a push", "wrong weights are refused"]
+    assert len(asyncio.run(wrong(LastIsNan))) == 4
 
 
 @pytest.mark.parametrize("family", ["qwen_omni", "qwen3_omni"])

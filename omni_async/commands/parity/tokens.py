@@ -7,7 +7,7 @@ on the CPU, unless the row notes otherwise.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,6 +20,8 @@ from omni_async.commands.parity.case import Case
 from omni_async.commands.parity.engine import publish
 from omni_async.commands.parity.model import ROUNDING, difference
 from omni_async.commands.parity.table import Found, Row, failed, measure
+from omni_async.data.audio_files import read_prompt_audio
+from omni_async.data.image_files import read_prompt_image
 from omni_async.diffusion.components import named_parameters
 from omni_async.plugins.families import PipelineFamily
 from omni_async.rollout.base import EngineError, RolloutEngine, Trajectory
@@ -42,8 +44,13 @@ class Reference:
         """Return the model's arguments for a prompt, from the checkpoint's chat template."""
         from PIL import Image
 
-        images = [{"type": "image", "image": Image.open(image.path)} for image in prompt.images]
-        chat = [{"role": "user", "content": [*images, {"type": "text", "text": prompt.text}]}]
+        files: list[dict[str, Any]] = [
+            {"type": "image", "image": Image.fromarray(read_prompt_image(one).pixels)} for one in prompt.images
+        ]
+        for one in prompt.audio:
+            rate = self._processor.feature_extractor.sampling_rate
+            files.append({"type": "audio", "audio": read_prompt_audio(one, rate)})
+        chat = [{"role": "user", "content": [*files, {"type": "text", "text": prompt.text}]}]
         if (system := getattr(spec, "system", None)) is not None:
             chat.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
         how = {"tokenize": True, "add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
@@ -186,12 +193,12 @@ async def _draw(subject: TokenSubject, engine: RolloutEngine) -> list[Trajectory
 
 async def _recorded(subject: TokenSubject, engine: RolloutEngine) -> Found:
     made = await _draw(subject, engine)
-    off, tokens = 0.0, 0
+    off, tokens = [], 0
     for request, one in zip(_requests(subject), made, strict=True):
         expected = subject.reference.log_probs(request.prompt, request.spec, one.tensors["tokens"].long())
-        off = max(off, difference(one.tensors["log_probs"], expected))
+        off.append(difference(one.tensors["log_probs"], expected))
         tokens += len(expected)
-    return Found(off, ROUNDING, f"nats; {tokens} tokens of {len(made)} answers")
+    return Found(_largest(off), ROUNDING, f"nats; {tokens} tokens of {len(made)} answers")
 
 
 async def _seeds(subject: TokenSubject, engine: RolloutEngine) -> Found:
@@ -199,7 +206,12 @@ async def _seeds(subject: TokenSubject, engine: RolloutEngine) -> Found:
     if any(not torch.equal(one.tensors["tokens"], again.tensors["tokens"]) for one, again in zip(*made, strict=True)):
         return Found(float("inf"), 0, "other tokens")
     pairs = zip(*made, strict=True)
-    return Found(max(difference(one.tensors["log_probs"], again.tensors["log_probs"]) for one, again in pairs), 0)
+    return Found(_largest(difference(*(one.tensors["log_probs"] for one in pair)) for pair in pairs), 0)
+
+
+def _largest(differences: Iterable[float]) -> float:
+    """Return the largest, or NaN if any is NaN, unlike `max`."""
+    return float(torch.tensor([*differences], dtype=torch.float64).max())
 
 
 async def _pushed(subject: TokenSubject, engine: RolloutEngine) -> Found:
@@ -231,7 +243,7 @@ async def _refused(subject: TokenSubject, engine: RolloutEngine) -> Found:
         except EngineError:
             pass
     off = (await _recorded(subject, engine)).value
-    if not taken and off > ROUNDING:
+    if not taken and not off <= ROUNDING:  # NaN too
         taken.append(f"a refused version changed log-probs by {off:.1e}")
     return Found(len(taken), 0, "; ".join(taken) or f"{len(wrong)} kinds")
 
