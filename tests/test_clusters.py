@@ -33,7 +33,9 @@ _NOTE = 'echo "$(basename "$0") $*" >> "$LOG"\n'
 _COMMANDS = {
     "srun": _NOTE + 'while [[ $1 == --* ]]; do shift; done\nexec "$@"\n',
     "ray": _NOTE + "exec sleep 600\n",
-    "python": 'echo "machines $4" >> "$LOG"\nexit "${MACHINES:-0}"\n',
+    # As the real program, it waits for Ray's daemons: the first, and with three machines the others.
+    "python": 'until [[ $(grep -c "^srun" "$LOG" 2> /dev/null) -ge $(($4 > 1 ? 2 : 1)) ]]; do sleep 0.05; done\n'
+    'echo "machines $4" >> "$LOG"\nexit "${MACHINES:-0}"\n',
     "omni-async": _NOTE + "trap 'kill %1; echo checkpoint >> \"$LOG\"; exit 3' TERM\n"
     '[[ -n ${ENDS:-} ]] && exit "$ENDS"\nsleep 600 & wait\n',
 }

@@ -19,9 +19,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module, util
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, cast, get_type_hints
 
 import msgspec
@@ -139,6 +140,15 @@ def _attribute(name: str, module: ModuleType, shown: str, attributes: str) -> An
     return loaded
 
 
+class _Compiling(SourceFileLoader):
+    """Compiles a file whenever it is imported.
+
+    Python would take a compiled file for current if the text changed within a second and kept its length."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def _run_file(file: str) -> ModuleType:
     """Import a file as a module, once for each content. Its folder is added to the end of the Python path."""
     path = Path(file)
@@ -147,7 +157,7 @@ def _run_file(file: str) -> ModuleType:
         return known
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    spec = util.spec_from_file_location(module_name, path)
+    spec = util.spec_from_file_location(module_name, path, loader=_Compiling(module_name, file))
     assert spec is not None and spec.loader is not None, "its name ends in .py"
     module = sys.modules[module_name] = util.module_from_spec(spec)
     try:

@@ -33,7 +33,7 @@ _OF_THE_RUN = {
     "engine_mismatch_nats", "engine_mismatch", "engine_mismatch_velocity", "engine_mismatch_clipped",
     "engine_mismatch_honest", "fresh_fraction", "proximal_ratio", "weight", "masked", "busy", "buffers", "finished",
     "conservation", "admission", "encoder", "prefix", "score_cache", "scorer", "flops", "peak_tflops", "tflops", "mfu",
-    "stage_s", "device", "answer_tokens", "overlong", "entropy",
+    "stage_s", "device", "answer_tokens", "answer_versions", "tokens_per_s", "overlong", "entropy",
 }
 # fmt: on
 _OfSamples: TypeAlias = Callable[[Tensor, Tensor], Tensor]

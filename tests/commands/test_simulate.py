@@ -289,7 +289,10 @@ def test_a_disk_that_fills_up_costs_the_file_and_is_exit_code_1(capsys: pytest.C
         ("data.preferences=pairs.parquet", "leave out data.preferences"),
         ("trainer.streaming=on trainer.steps_per_update=2", "trainer.streaming: 'on' cannot be had here"),
         ("--json /proc/nothing/here.json", "--json: cannot write /proc/nothing/here.json"),
-        ("", "required, because the recipe has no emulation.profile; a run's profile.json, or one of qwen_image"),
+        (
+            "",
+            "required, because the recipe has no emulation.profile; a run's profile.json, or one of qwen3_omni_thinker",
+        ),
     ],
 )
 @pytest.mark.usefixtures("recipe")

@@ -132,7 +132,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         texts('["a cat", 7]'),
         '{path}: row 1: expected a text, or an object such as {{"prompt": "a cat"}}, got 7',
     ),
-    "semicolons.csv": (texts("prompt;n\na cat;1\n"), "got prompt;n; name its column, as data.columns.prompt="),
+    "semicolons.csv": (texts("prompt;n\na cat;1\n"), "got prompt;n; the cells of a .csv are separated by commas"),
     "open.csv": (texts('prompt\n"a cat\n'), 'a cell with a quotation mark is quoted: "a ""b"""'),
     "lines.json": (texts(JSONL), "objects without a list around them are .jsonl"),
     "object.json": (texts('{"prompt": ["a"]}'), "or of prompts, got a JSON dict; put the rows into [ ]"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from omni_async.checkpoint import CheckpointError
 from omni_async.commands.bench.measure import NotMeasurableError
 from omni_async.config import ConfigError
-from omni_async.performance.profile import ServiceTime
+from omni_async.performance.profile import Profile, ServiceTime, TokenTimes
 from omni_async.types import VersionSpans
 
 DEEP = b"[" * 5000
@@ -36,6 +36,7 @@ _SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
     bytes: st.binary(max_size=10),
     bool: st.booleans(),
     type(None): st.none(),
+    msgspec.UnsetType: st.just(msgspec.UNSET),
     Any: st.none() | st.integers(0, 9) | st.text(max_size=5),
     VersionSpans: st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4).map(VersionSpans.of),  # neighbours differ
     ServiceTime: st.builds(  # the mean of the quantiles is 1
@@ -46,6 +47,12 @@ _SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
         st.sampled_from([(), (1.0,), (0.5, 1.5)]),
     ),
 }
+_SIMPLE[TokenTimes] = st.builds(
+    TokenTimes,
+    _SIMPLE[ServiceTime],
+    st.lists(st.integers(1, 50), min_size=1, max_size=3).map(tuple),  # an answer takes 1e11 s at most
+    _SIMPLE[ServiceTime],
+)
 
 
 @cache
@@ -62,11 +69,19 @@ def of(annotation: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*map(of, args))
     if origin is dict:
         return st.dictionaries(of(args[0]), of(args[1]), max_size=3)
+    if origin is Sequence:  # it is received as a list
+        return st.lists(of(args[0]), max_size=3)
     if origin is tuple:
         return st.lists(of(args[0]), max_size=3).map(tuple) if args[-1] is ... else st.tuples(*map(of, args))
     assert issubclass(annotation, msgspec.Struct), annotation
     hints = get_type_hints(annotation, include_extras=True)
-    return st.builds(annotation, **{name: of(hints[name]) for name in annotation.__struct_fields__})
+    made = _profile if annotation is Profile else annotation
+    return st.builds(made, **{name: of(hints[name]) for name in annotation.__struct_fields__})
+
+
+def _profile(tokens: TokenTimes | msgspec.UnsetType, generate: ServiceTime, **stages: Any) -> Profile:
+    """Makes a profile; its times of tokens determine that of a batch."""
+    return Profile(tokens=tokens, generate=tokens.in_batches if isinstance(tokens, TokenTimes) else generate, **stages)
 
 
 def _inside(value: Any, bounds: msgspec.Meta) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -141,6 +142,9 @@ def longest_job(config: Config, profile: Profile) -> float:
     trained = trainer.groups_per_update * (profile.train.mean(size) + profile.proximal.mean(size))
     trained += trainer.steps_per_update * profile.step.mean()
     made = profile.generate.mean(rollout.max_batch) + profile.score.mean(config.reward.batch)
+    # Samples of the updates behind the first end may be scored before it, and of those behind the last end none.
+    calls = math.ceil(trainer.groups_per_update * size / config.reward.batch / config.reward.workers)
+    made += calls * profile.score.mean(config.reward.batch)
     return made + trained + sum(s.mean() for s in (profile.export, profile.publish, profile.swap))
 
 

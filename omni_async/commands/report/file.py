@@ -35,9 +35,11 @@ def one_file(page: dict[str, Any]) -> str:
 
 def _verdict(page: dict[str, Any]) -> str:
     """Return the first section's title and texts, for readers without JavaScript."""
-    first = page["sections"][0]
-    texts = [block["text"] for block in first["blocks"] if block["kind"] == "text"]
-    return "".join([f"<h1>{html.escape(first['title'])}</h1>", *(f"<div>{html.escape(text)}</div>" for text in texts)])
+    found = []
+    for first in page["sections"][:1]:
+        texts = [block["text"] for block in first["blocks"] if block["kind"] == "text"]
+        found += [f"<h1>{html.escape(first['title'])}</h1>", *(f"<div>{html.escape(text)}</div>" for text in texts)]
+    return "".join(found)
 
 
 def as_json(data: Any) -> bytes:
