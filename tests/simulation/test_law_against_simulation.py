@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -142,9 +141,6 @@ def longest_job(config: Config, profile: Profile) -> float:
     trained = trainer.groups_per_update * (profile.train.mean(size) + profile.proximal.mean(size))
     trained += trainer.steps_per_update * profile.step.mean()
     made = profile.generate.mean(rollout.max_batch) + profile.score.mean(config.reward.batch)
-    # Samples of the updates behind the first end may be scored before it, and of those behind the last end none.
-    calls = math.ceil(trainer.groups_per_update * size / config.reward.batch / config.reward.workers)
-    made += calls * profile.score.mean(config.reward.batch)
     return made + trained + sum(s.mean() for s in (profile.export, profile.publish, profile.swap))
 
 
@@ -159,8 +155,11 @@ def test_nothing_is_faster_than_the_law_or_staler_than_allowed(config: Config, p
     updates = 12 + 2 * (budget + 1) * config.weights.publish_every
     found = simulate(config, profile, updates=updates, seed=seed)  # a deadlock would raise
     steady = Steady(config, updates)
-    # With S = 0 every update is the same; otherwise a job may lie across the ends of what is measured.
-    rounding = 1e-9 if budget == 0 else longest_job(config, profile) / (steady.last - steady.first)
+    job = longest_job(config, profile)
+    assert found.virtual_s + job + 1e-9 >= updates * found.law_s
+    # With S = 0 every update is the same. Otherwise a job may lie across the ends of what is measured, and the samples
+    # of S updates may be made before the first end.
+    rounding = 1e-9 if budget == 0 else (job + budget * found.law_s) / (steady.last - steady.first)
     assert found.step_s + rounding >= found.law_s
     assert found.staleness_max <= budget
     groups = updates * config.trainer.groups_per_update
