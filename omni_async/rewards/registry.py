@@ -18,15 +18,13 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib import import_module, util
-from importlib.machinery import SourceFileLoader
+from importlib import import_module
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, cast, get_type_hints
 
 import msgspec
-import xxhash
 
 from omni_async.accelerator import require_accelerator
 from omni_async.config import reward as sections
@@ -39,6 +37,7 @@ from omni_async.plugins.families import PARTS, MediaShape
 from omni_async.rewards import base, functions
 from omni_async.rewards.base import Scorer, accepted_parts, declared, is_scorer
 from omni_async.rewards.failures import call_discreetly, place_of
+from omni_async.rewards.own_files import run_file
 from omni_async.types import Prompt
 
 ENTRY_POINT_GROUP = "omni_async.scorers"
@@ -111,7 +110,7 @@ def _object(name: str) -> Any:
     if (file := file_of(name)) is not None:
         if not Path(file).is_file():
             raise _refused(name, f"there is no file {file}")
-        return _attribute(name, _imported(name, file, partial(_run_file, file)), file, name[len(file) + 1 :])
+        return _attribute(name, _imported(name, file, partial(run_file, file)), file, name[len(file) + 1 :])
     if ":" not in name:
         module, _, last = name.rpartition(".")
         own = " or your own 'module:name' or 'path/file.py:name'"
@@ -138,34 +137,6 @@ def _attribute(name: str, module: ModuleType, shown: str, attributes: str) -> An
             raise _refused(name, f"module {shown!r} has no {attributes!r}; {defined}")
         loaded = getattr(loaded, attribute)
     return loaded
-
-
-class _Compiling(SourceFileLoader):
-    """Compiles a file whenever it is imported.
-
-    Python would take a compiled file for current if the text changed within a second and kept its length."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.get_data(self.path), self.path)
-
-
-def _run_file(file: str) -> ModuleType:
-    """Import a file as a module, once for each content. Its folder is added to the end of the Python path."""
-    path = Path(file)
-    module_name = f"{path.stem}_{xxhash.xxh3_64_hexdigest(file.encode() + path.read_bytes())}"
-    if (known := sys.modules.get(module_name)) is not None:
-        return known
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    spec = util.spec_from_file_location(module_name, path, loader=_Compiling(module_name, file))
-    assert spec is not None and spec.loader is not None, "its name ends in .py"
-    module = sys.modules[module_name] = util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[module_name]
-        raise
-    return module
 
 
 def _imported(name: str, module: str, load: Callable[[], Any]) -> Any:

@@ -28,7 +28,6 @@ from omni_async.config.load import family_of
 from omni_async.config.ray_cluster import VARIABLE
 from omni_async.config.redact import with_secrets
 from omni_async.config.schema import Emulation
-from omni_async.config.section import size_text
 from omni_async.control.control_state import LedgerState
 from omni_async.control.reward_formula import RewardFormula
 from omni_async.data.prompts import PromptCheck, load_prompts
@@ -51,7 +50,7 @@ from omni_async.runtime.preflight.devices import (
     joined_cluster,
     require_accelerators,
 )
-from omni_async.runtime.preflight.model_files import check_checkpoint, check_sequence, check_teacher
+from omni_async.runtime.preflight.model_files import announce_digest, check_checkpoint, check_sequence, check_teacher
 from omni_async.runtime.preflight.prompt_limits import PromptLimits
 from omni_async.runtime.preflight.resume import find_resume_point
 from omni_async.types import Prompt
@@ -61,7 +60,6 @@ _VALIDATION = "validation.prompts"
 _SYNTHETIC_PROMPTS = 1000
 # Emulated devices do not hang, however their profile's time scale relates to a timeout.
 _NEVER_S = 1e6
-_LARGE_MODEL = 4 * 10**9  # bytes; a digest of fewer takes a few seconds at most
 # Copies of a version that exist at once: the source, the buckets, and two versions in the object store.
 _WEIGHT_COPIES = 4
 
@@ -141,14 +139,8 @@ def _preflight(config: Config, elsewhere: bool, tell: Tell) -> RunInputs:
         require_accelerators(config)
     notes = (*limits.notes, *_precision_notes(config))
     read = RunInputs(config, family, tuple(prompts), tuple(validation), notes=notes)
-    _tell_digests(Path(config.model.path), tell)
+    announce_digest(Path(config.model.path), tell)
     return _from_checkpoint(read)
-
-
-def _tell_digests(model: Path, tell: Tell) -> None:
-    size = sum(file.stat().st_size for file in model.rglob("*.safetensors") if file.exists())
-    if size >= _LARGE_MODEL:
-        tell(f"computing the digest of {size_text(size)} of weights in {model.name}")
 
 
 def _tell_reading(what: str, source: str | None, tell: Tell) -> None:

@@ -10,15 +10,17 @@ also have weights. A folder in transformers layout has one configuration, all we
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from omni_async.config import ConfigError
 from omni_async.config.load import INDEX, checkpoint_class, read_model_index, read_model_json
+from omni_async.config.section import size_text
 from omni_async.plugins.families import PipelineFamily, SamplingSpec
 from omni_async.runtime.preflight.weight_files import check_vocabulary, check_weights, tensor_shapes
 
+_LARGE_MODEL = 4 * 10**9  # bytes; a digest of fewer takes a few seconds at most
 _DEGREE = "trainer.sequence_parallel"
 _LIBRARIES = ("diffusers", "transformers")
 _NO_MODELS = ("Tokenizer", "Processor", "Extractor", "Scheduler", "Guid")  # in the names of classes without weights
@@ -160,3 +162,10 @@ def _check_part(folder: Path, name: str, library: str, cls: str) -> None:
         check_weights(part, library)
     elif "Tokenizer" in cls or ("Processor" in cls and "ImageProcessor" not in cls):
         check_vocabulary(part, cls)
+
+
+def announce_digest(folder: Path, announce: Callable[[str], None]) -> None:
+    """Announce the digest of a large checkpoint in `folder`, which takes some seconds."""
+    size = sum(file.stat().st_size for file in folder.rglob("*.safetensors") if file.exists())
+    if size >= _LARGE_MODEL:
+        announce(f"computing the digest of {size_text(size)} of weights in {folder.name}")

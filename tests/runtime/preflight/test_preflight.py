@@ -26,6 +26,7 @@ from omni_async.roles.inputs import RunInputs
 from omni_async.runtime.preflight import check as module
 from omni_async.runtime.preflight import devices
 from omni_async.runtime.preflight.check import preflight
+from omni_async.runtime.preflight.model_files import announce_digest
 from omni_async.runtime.preflight.scorers import _try_scorers
 from omni_async.types import Prompt, Score
 from tests.data.test_preferences import encoded, random_image
@@ -512,5 +513,5 @@ def test_the_digest_of_a_large_model_is_announced(tmp_path):
     with (tmp_path / "model.safetensors").open("wb") as file:
         for size in (2**20, 5 * 2**30):  # sparse
             file.truncate(size)
-            module._tell_digests(tmp_path, lines.append)
+            announce_digest(tmp_path, lines.append)
     assert lines == [f"computing the digest of 5 GiB of weights in {tmp_path.name}"]
