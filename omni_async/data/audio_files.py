@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+_LONGEST_S = 1200
+
 
 def prompt_audio(file: Path | PromptAudio, where: str, within: Path | None = None) -> PromptAudio:
     """Check that a file is sound, by decoding it, and describe it.
@@ -43,11 +45,16 @@ def read_prompt_audio(audio: PromptAudio, rate: int) -> NDArray[np.float32]:
 
 
 def mono_at(rate: int, media: Media) -> NDArray[np.float32]:
-    """Return the mean of the channels of its audio, float32 (n,), at `rate` samples a second."""
+    """Return the mean of the channels of its audio, float32 (n,), at `rate` samples a second.
+
+    Raises ValueError for sound of more than 20 minutes: at 1 Hz, a few bytes would become gigabytes."""
     import numpy as np
 
     assert media.sample_rate is not None
-    mono = np.asarray(media.audio).mean(axis=0, dtype=np.float32)
+    sound = np.asarray(media.audio)
+    if (seconds := sound.shape[1] / media.sample_rate) > _LONGEST_S:
+        raise ValueError(f"the sound lasts {seconds:g} s, expected {_LONGEST_S} at most")
+    mono = sound.mean(axis=0, dtype=np.float32)
     if media.sample_rate == rate:
         return mono
     import av

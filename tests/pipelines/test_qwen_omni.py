@@ -331,3 +331,11 @@ def test_sampling_keys(policy):
     for wrong in ({"max_tokens": 0}, {"temperature": 0.0}, {"top_p": 0.9}):
         with pytest.raises(ValidationError):
             convert(wrong, QwenOmniSampling)
+
+
+def test_sound_of_so_few_samples_a_second_that_it_lasts_for_hours_is_refused(policy, tmp_path):
+    """Resampled, a small file would become a large array."""
+    soundfile.write(tmp_path / "slow.wav", np.zeros(1_201_000), 1000)
+    prompt = Prompt(0, "x", audio=(prompt_audio(tmp_path / "slow.wav", "slow.wav"),))
+    with pytest.raises(ValueError, match="the sound lasts 1201 s, expected 1200 at most"):
+        policy.prepare(prompt, SPEC)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-import av
 import numpy as np
 
+from omni_async.data import audio_files
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.scorers.model_scorer import Count, ModelScorer
 from omni_async.rewards.scorers.pretrained import (
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from omni_async.media import Media
 
-_LONGEST_S = 1200
 _MOST_TOKENS = 512
 
 
@@ -88,18 +87,10 @@ class ClapScorer(ModelScorer):
 
 def mono_at(rate: int, media: Media) -> NDArray[np.float32]:
     """Return the mean of the channels, float32 (n), at `rate` samples a second. ScoreError for too long a sound."""
-    sound = np.asarray(media.audio)
-    assert media.sample_rate is not None
-    if (seconds := sound.shape[1] / media.sample_rate) > _LONGEST_S:  # at 1 Hz, a few bytes would become gigabytes
-        raise ScoreError(f"the sound lasts {seconds:g} s, expected {_LONGEST_S} at most")
-    mono = sound.mean(axis=0, dtype=np.float32)
-    if media.sample_rate == rate:
-        return mono
-    frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(mono[None]), format="fltp", layout="mono")
-    frame.sample_rate = media.sample_rate
-    resampler = av.AudioResampler(format="fltp", layout="mono", rate=rate)
-    made = [*resampler.resample(frame), *resampler.resample(None)]
-    return np.concatenate([part.to_ndarray()[0] for part in made])
+    try:
+        return audio_files.mono_at(rate, media)
+    except ValueError as error:
+        raise ScoreError(str(error)) from None
 
 
 def windows(sound: NDArray[np.float32], longest: int) -> list[NDArray[np.float32]]:
