@@ -77,4 +77,4 @@ def test_the_suite_without_a_browser(tmp_path: Path):
     assert done.returncode == 0 and "1 skipped" in done.stdout
     assert lines[0] == lines[-1] and "Chromium is not installed" in lines[0]
     done = subprocess.run([*command, "--require-browser"], cwd=tmp_path, env=without, capture_output=True, text=True)
-    assert done.returncode == 4 and "apt-get install chromium" in done.stderr
+    assert done.returncode == 4 and "apt-get install chromium-headless-shell" in done.stderr

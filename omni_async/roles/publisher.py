@@ -93,11 +93,6 @@ class WeightPublisher:
         self._release_newest()
         self._newest, self._carried = (manifest, self._carried), None
 
-    async def retire(self) -> None:
-        """Release the memory of the last version, once it has been sent: no engine will join any more."""
-        async with self._sending:
-            self._release_newest()
-
     def _release_newest(self) -> None:
         if self._newest is not None:
             self._newest[1].release()

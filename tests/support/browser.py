@@ -41,12 +41,16 @@ _ARGUMENTS = (
 )
 
 
-NO_CHROMIUM = "Chromium is not installed: tests of pages are skipped; apt-get install chromium (Debian) runs them"
+NO_CHROMIUM = (
+    "Chromium is not installed: tests of pages are skipped; apt-get install chromium-headless-shell (Debian) runs them"
+)
+# The headless shell has no windows and panels of a desktop browser, whose own pages take half of the processor's time.
+_NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
 
 def find_chromium() -> str | None:
     """Return the path of the system's Chromium, under any of the names that distributions give it."""
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    return next(filter(None, map(shutil.which, _NAMES)), None)
 
 
 @pytest.fixture(scope="module")

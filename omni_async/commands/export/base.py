@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -79,7 +78,3 @@ def _is_small(path: Path, endings: tuple[str, ...] = _ROOT) -> bool:
 
 def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
-
-
-def total_size(folder: Path, files: Iterable[Path]) -> int:
-    return sum((folder / path).stat().st_size for path in files)
