@@ -128,12 +128,8 @@ def continued(theirs: list[Any], policy: QwenOmniPolicy, request: SampleRequest,
 
 
 def given(prompt: Prepared) -> dict[str, Any]:
-    seconds = {"video_second_per_grid": torch.ones(1)} if "video_grid_thw" in prompt.media else {}
-    return {
-        "input_ids": prompt.ids[None],
-        "attention_mask": torch.ones_like(prompt.ids)[None],
-        **prompt.media,
-    } | seconds
+    inputs = {"input_ids": prompt.ids[None], "attention_mask": torch.ones_like(prompt.ids)[None], **prompt.media}
+    return inputs | ({"video_second_per_grid": torch.ones(1)} if "video_grid_thw" in inputs else {})
 
 
 def chosen(logits: Tensor, tokens: Tensor) -> Tensor:

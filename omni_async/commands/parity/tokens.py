@@ -42,7 +42,9 @@ class Reference:
         self._processor: Any = transformers.AutoProcessor.from_pretrained(path, local_files_only=True)
 
     def inputs(self, prompt: Prompt, spec: Any) -> dict[str, Tensor]:
-        """Return the model's arguments for a prompt, from the checkpoint's chat template."""
+        """Return the model's arguments for a prompt, from the checkpoint's chat template.
+
+        For a prompt with videos, the spec has `video_step`, `video_frames` and `video_pixels`."""
         from PIL import Image
 
         files: list[dict[str, Any]] = [

@@ -162,7 +162,7 @@ class QwenOmniPolicy:
         found = read_prompt_videos(prompt.video, spec.video_step, spec.video_frames, spec.video_pixels)
         side = self._merge * self.processor.video_processor.patch_size
         tokens = sum(one.pixels.size for one in found) // (3 * PAIR * side**2)
-        if tokens > 2 * self._context:  # which rounded sides do not halve
+        if tokens > 2 * self._context:  # the processor rounds the sides, and so removes less than half of it
             raise ValueError(
                 f"video: the frames have about {tokens} tokens, and the model's context has {self._context}; lower"
                 " rollout.sampling.video_frames or video_pixels"
