@@ -83,7 +83,7 @@ def processor_parts(
     size = {"shortest_edge": side**2, "longest_edge": most_pixels}
     return {
         "image_processor": Qwen2VLImageProcessor(size=size, **images),
-        "video_processor": Qwen2VLVideoProcessor(size=size),
+        "video_processor": Qwen2VLVideoProcessor(size=size, patch_size=side // MERGE),
         "feature_extractor": WhisperFeatureExtractor(feature_size=MEL_BINS),
         "tokenizer": tiny.qwen2_tokenizer([*_ROLES, *corpus], vocab_size, **named),
     }
