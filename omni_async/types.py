@@ -137,6 +137,10 @@ class PromptAudio(PromptFile, frozen=True, gc=False):
     part: ClassVar[str] = "audio"
 
 
+class PromptVideo(PromptFile, frozen=True, gc=False):
+    part: ClassVar[str] = "video"
+
+
 class Prompt(msgspec.Struct, frozen=True):
     """One row of a table of prompts.
 
@@ -150,18 +154,26 @@ class Prompt(msgspec.Struct, frozen=True):
     images: tuple[PromptImage, ...] = ()
     negative_prompt: str | None = None
     audio: tuple[PromptAudio, ...] = ()
+    video: tuple[PromptVideo, ...] = ()
+
+    @property
+    def files(self) -> tuple[PromptFile, ...]:
+        """Return its files in the order in which models read them."""
+        return *self.images, *self.video, *self.audio
 
     @property
     def content(self) -> list[Any]:
         """Return all of it but its position, for digests: files by their digests, and nothing for an absent part."""
         negative = [] if self.negative_prompt is None else [self.negative_prompt]
         heard = [[one.digest for one in self.audio]] if self.audio else []
-        return [self.text, self.target, self.metadata, [image.digest for image in self.images], *negative, *heard]
+        seen = [["video", *(one.digest for one in self.video)]] if self.video else []
+        images = [image.digest for image in self.images]
+        return [self.text, self.target, self.metadata, images, *negative, *heard, *seen]
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Return the digests of its files: of images, then of audio."""
-        return tuple(one.digest for one in (*self.images, *self.audio))
+        """Return the digests of its files."""
+        return tuple(one.digest for one in self.files)
 
 
 class SdeWindow(msgspec.Struct, frozen=True, gc=False):

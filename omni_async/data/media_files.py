@@ -10,7 +10,9 @@ file of their kind is opened.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -47,7 +49,7 @@ _CONTAINER = {
     "max_streams": str(_MOST_STREAMS),
     "enable_drefs": "0",
 }
-_CODEC = {"max_pixels": str(_MOST_PIXELS), "max_samples": str(2**22)}
+_SOUND_CODEC = {"max_samples": str(2**22)}
 
 
 def part_of(file: Path) -> str | None:
@@ -107,41 +109,27 @@ def _video(file: BinaryIO, sound: bool) -> dict[str, Any]:
     import av
     import numpy as np
 
-    with av.open(file, "r", options=_CODEC, container_options=_CONTAINER) as container:
-        streams = container.streams
-        if not streams.video:
-            raise ConfigError("holds no video")
-        video, audio = streams.video[0], streams.audio[0] if sound and streams.audio else None
-        rate = video.average_rate or video.guessed_rate
-        if not rate or not 0 < rate <= _FASTEST:
-            raise ConfigError(f"the video has no frame rate, or one beyond {_FASTEST}: {rate}")
-        video.codec_context.options = _CODEC
+    with opened_video(file, _MOST_PIXELS) as (container, video, rate):
+        audio = container.streams.audio[0] if sound and container.streams.audio else None
         pieces: list[NDArray[Any]] = []
         resampler = None
         if audio is not None:
             _require_sound(audio.rate, audio.channels)
-            audio.codec_context.options = _CODEC
+            audio.codec_context.options = _SOUND_CODEC
             resampler = av.AudioResampler(format="fltp", layout=audio.layout, rate=audio.rate)
         frames, shape, num_frames, num_samples = bytearray(), None, 0, 0
-        for number, packet in enumerate(container.demux(*filter(None, (video, audio)))):
-            if number >= _MOST_PACKETS:
-                raise ConfigError(f"more than {_MOST_PACKETS} packets; cut it into parts")
-            if packet.is_corrupt:
-                raise ConfigError("cut off or damaged: a packet is not whole")
-            for frame in packet.decode():
-                if isinstance(frame, av.VideoFrame):
-                    if frame.width * frame.height > _MOST_PIXELS:
-                        raise ConfigError(f"a frame of {frame.width} x {frame.height} pixels, at most {_MOST_PIXELS}")
-                    pixels = np.ascontiguousarray(frame.to_ndarray(format="rgb24").transpose(2, 0, 1))
-                    if pixels.shape != (shape := shape or pixels.shape):
-                        raise ConfigError("its frames have different sizes")
-                    num_frames += 1
-                    frames += pixels.data
-                    _require_room(len(frames), num_frames, float(num_frames / rate))
-                elif resampler is not None and audio is not None and isinstance(frame, av.AudioFrame):
-                    pieces += [one.to_ndarray() for one in resampler.resample(frame)]
-                    num_samples += frame.samples
-                    _require_room(4 * num_samples * audio.channels, 0, num_samples / audio.rate)
+        for frame in decoded_frames(container, *filter(None, (video, audio))):
+            if isinstance(frame, av.VideoFrame):
+                pixels = np.ascontiguousarray(frame.to_ndarray(format="rgb24").transpose(2, 0, 1))
+                if pixels.shape != (shape := shape or pixels.shape):
+                    raise ConfigError("its frames have different sizes")
+                num_frames += 1
+                frames += pixels.data
+                require_room(len(frames), num_frames, float(num_frames / rate))
+            elif resampler is not None and audio is not None and isinstance(frame, av.AudioFrame):
+                pieces += [one.to_ndarray() for one in resampler.resample(frame)]
+                num_samples += frame.samples
+                require_room(4 * num_samples * audio.channels, 0, num_samples / audio.rate)
         if resampler is not None:
             pieces += [one.to_ndarray() for one in resampler.resample(None)]
         if shape is None:
@@ -151,6 +139,43 @@ def _video(file: BinaryIO, sound: bool) -> dict[str, Any]:
         if pieces and audio is not None:
             found |= _heard(np.concatenate(pieces, axis=1), audio.rate)
     return found
+
+
+@contextmanager
+def opened_video(file: BinaryIO, most_pixels: int) -> Iterator[tuple[Any, Any, Fraction]]:
+    """Open a video. Yields its container, its first video stream and its frames a second.
+
+    Args:
+        file: `require_whole` has accepted it.
+        most_pixels: of a frame.
+
+    Raises:
+        ConfigError: it has no video, or no usable frame rate. PyAV's errors pass."""
+    import av
+
+    codec = {"max_pixels": str(most_pixels)} | _SOUND_CODEC
+    with av.open(file, "r", options=codec, container_options=_CONTAINER) as container:
+        if not container.streams.video:
+            raise ConfigError("holds no video")
+        video = container.streams.video[0]
+        rate = video.average_rate or video.guessed_rate
+        if not rate or not 0 < rate <= _FASTEST:
+            raise ConfigError(f"the video has no frame rate, or one beyond {_FASTEST}: {rate}")
+        decoder = video.codec_context
+        if decoder.width * decoder.height > most_pixels:
+            raise ConfigError(f"a frame of {decoder.width} x {decoder.height} pixels, at most {most_pixels}")
+        decoder.options = codec  # refuses frames that are larger than the header declares
+        yield container, video, rate
+
+
+def decoded_frames(container: Any, *streams: Any) -> Iterator[Any]:
+    """Yield PyAV's frames of streams of an open container. ConfigError for too many packets, or a damaged one."""
+    for number, packet in enumerate(container.demux(*streams)):
+        if number >= _MOST_PACKETS:
+            raise ConfigError(f"more than {_MOST_PACKETS} packets; cut it into parts")
+        if packet.is_corrupt:
+            raise ConfigError("cut off or damaged: a packet is not whole")
+        yield from packet.decode()
 
 
 def _sound(file: BinaryIO) -> dict[str, Any]:
@@ -167,7 +192,7 @@ def _sound(file: BinaryIO) -> dict[str, Any]:
         while len(block := sound.read(_BLOCK, dtype="float32", always_2d=True)):
             blocks.append(block)
             samples += len(block)
-            _require_room(4 * samples * sound.channels, 0, samples / sound.samplerate)
+            require_room(4 * samples * sound.channels, 0, samples / sound.samplerate)
         if not blocks:
             raise ConfigError("the audio has no samples")
         if sound.format in ("WAV", "WAVEX", "RF64", "FLAC") and samples < sound.frames < 2**62:
@@ -190,7 +215,7 @@ def _require_sound(rate: int, channels: int) -> None:
         raise ConfigError(f"{channels} channels, expected 1 to {_MOST_CHANNELS}")
 
 
-def _require_room(held: int, frames: int, seconds: float) -> None:
+def require_room(held: int, frames: int, seconds: float) -> None:
     if held > _MOST_BYTES or frames > _MOST_FRAMES or seconds > _LONGEST_S:
         most = f"{_MOST_BYTES} bytes when decoded, {_MOST_FRAMES} frames or {_LONGEST_S} seconds"
         raise ConfigError(f"more than {most}; cut it into parts")

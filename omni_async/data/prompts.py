@@ -1,8 +1,8 @@
 """Reads prompts from a table.
 
 A row has `prompt`, optionally `negative_prompt`, `target`, `images` (paths relative to the table; a single one may be
-given as `image`) and `audio` (a path or several), and any other keys. Parquet and Arrow files may hold the files'
-bytes themselves.
+given as `image`), `video` and `audio` (a path or several), and any other keys. Parquet and Arrow files may hold the
+files' bytes themselves.
 
 A wrong row or an invalid file stops the run before anything starts; the error has the row's place.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -19,9 +19,12 @@ from omni_async.config import ConfigError
 from omni_async.data.bad_places import BadPlaces
 from omni_async.data.rows import EXAMPLE
 from omni_async.data.tables import NO_COLUMNS, Columns, NoColumnError, Table, open_table
-from omni_async.types import Prompt, PromptAudio, PromptImage
+from omni_async.types import Prompt, PromptAudio, PromptFile, PromptImage, PromptVideo
 
-_PIXELS_DECODED = 2**30  # of images: some twenty seconds on one core; other images: only headers and checksums
+File = TypeVar("File", bound=PromptFile)
+
+# Of images and frames: some twenty seconds on one core. Of others only headers, checksums and first frames are read.
+_PIXELS_DECODED = 2**30
 _NO_FIELD = "expected a field `prompt`, got "
 _KEYS = ("prompt", "negative_prompt", "target", "image", "images")
 
@@ -93,12 +96,12 @@ def each_prompt(
     index = 0
     for where, number, fields in table.rows(columns):
         try:
-            prompt = _hearing(prompt_of(index, fields(), where), where)
+            prompt = _with_named(prompt_of(index, fields(), where), where)
             _require_text(prompt, where, max_chars)
             for check in checks:
                 if (missing := check(prompt)) is not None:
                     raise ConfigError(f"{where}: {missing}")
-            if prompt.images or prompt.audio:
+            if prompt.files:
                 prompt = files.found(prompt, where)
         except ConfigError as error:
             yield where, number, str(error).removeprefix(f"{where}: ")
@@ -154,65 +157,72 @@ def _named_images(fields: dict[str, Any], where: str) -> tuple[PromptImage, ...]
     )
 
 
-def _hearing(prompt: Prompt, where: str) -> Prompt:
-    """Take a prompt's audio out of its other fields, without digests: no file is opened yet."""
-    if "audio" not in prompt.metadata:
+def _with_named(prompt: Prompt, where: str) -> Prompt:
+    """Take a prompt's audio and video out of its other fields, without digests: no file is opened yet."""
+    if not {"audio", "video"} & prompt.metadata.keys():
         return prompt
     others = dict(prompt.metadata)
-    audio = named_audio(others.pop("audio"), f"{where}: audio")
-    return replace(prompt, metadata=others, audio=audio)
+    audio = named_files(PromptAudio, others.pop("audio", []), f"{where}: audio")
+    video = named_files(PromptVideo, others.pop("video", []), f"{where}: video")
+    return replace(prompt, metadata=others, audio=audio, video=video)
 
 
-def named_audio(given: Any, where: str) -> tuple[PromptAudio, ...]:
-    """Return the audio that a cell names or holds, without digests. A ConfigError begins with `where`."""
+def named_files(kind: type[File], given: Any, where: str) -> tuple[File, ...]:
+    """Return the files that a cell names or holds, without digests. A ConfigError begins with `where`."""
     names = given if isinstance(given, list) else [given]
     if not all(isinstance(name, str | bytes) and name for name in names):
         raise ConfigError(f"{where}: expected a path or a list of paths, got {repr(given)[:200]}")
-    return tuple(PromptAudio(where, "", name) if isinstance(name, bytes) else PromptAudio(name, "") for name in names)
+    return tuple(kind(where, "", name) if isinstance(name, bytes) else kind(name, "") for name in names)
 
 
 class _Files:
-    """The images and the audio that the prompts of one table name or hold, each file checked once."""
+    """The files that the prompts of one table name or hold, each checked once."""
 
     def __init__(self, table: Table) -> None:
         """Start empty."""
         self._folder, self._root = table.folder, table.root
-        self._checked: dict[Path, PromptImage] = {}
-        self._heard: dict[Path, PromptAudio] = {}
+        self._checked: dict[tuple[type[PromptFile], Path], Any] = {}
         self._pixels = 0
 
     def found(self, prompt: Prompt, where: str) -> Prompt:
         """Return the prompt with its files found and checked. A ConfigError begins with `where`."""
-        images = tuple(self._image(image, where) for image in prompt.images)
-        return replace(prompt, images=images, audio=tuple(self._audio(audio, where) for audio in prompt.audio))
+        return replace(
+            prompt,
+            images=tuple(self._of(image, self._image, where) for image in prompt.images),
+            audio=tuple(self._of(audio, self._audio, where) for audio in prompt.audio),
+            video=tuple(self._of(video, self._video, where) for video in prompt.video),
+        )
 
-    def _audio(self, audio: PromptAudio, where: str) -> PromptAudio:
-        from omni_async.data.audio_files import prompt_audio
+    def _of(self, file: File, check: Callable[[Path | File, str], File], where: str) -> File:
         from omni_async.data.image_files import find_image
 
-        shown = f"{where}: audio"
-        if audio.content is not None:
-            return prompt_audio(audio, shown)
-        file = find_image(self._folder, audio.path, shown, "the prompt file's", self._root)
-        if file not in self._heard:
-            self._heard[file] = prompt_audio(file, f"{shown} {audio.path[:200]!r}", self._root)
-        return self._heard[file]
+        shown = f"{where}: {file.part}"
+        if file.content is not None:
+            return check(file, shown)
+        source = find_image(self._folder, file.path, shown, "the prompt file's", self._root)
+        if (key := (type(file), source)) not in self._checked:
+            self._checked[key] = check(source, f"{shown} {file.path[:200]!r}")
+        found: File = self._checked[key]
+        return found
 
-    def _image(self, image: PromptImage, where: str) -> PromptImage:
-        from omni_async.data.image_files import find_image, image_size, prompt_image
+    def _audio(self, source: Path | PromptAudio, shown: str) -> PromptAudio:
+        from omni_async.data.audio_files import prompt_audio
 
-        source: Path | PromptImage = image
-        shown = f"{where}: image"
-        if image.content is None:
-            source = find_image(self._folder, image.path, shown, "the prompt file's", self._root)
-            if source in self._checked:
-                return self._checked[source]
-            shown = f"{shown} {image.path[:200]!r}"
+        return prompt_audio(source, shown, self._root)
+
+    def _video(self, source: Path | PromptVideo, shown: str) -> PromptVideo:
+        from omni_async.data.video_files import prompt_video
+
+        checked, decoded = prompt_video(source, shown, self._pixels < _PIXELS_DECODED, self._root)
+        self._pixels += decoded
+        return checked
+
+    def _image(self, source: Path | PromptImage, shown: str) -> PromptImage:
+        from omni_async.data.image_files import image_size, prompt_image
+
         checked = prompt_image(source, shown, self._pixels < _PIXELS_DECODED, self._root)
         width, height = image_size(checked)
         self._pixels += width * height
-        if isinstance(source, Path):
-            self._checked[source] = checked
         return checked
 
 

@@ -136,7 +136,8 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     components: the checkpoint's folders with trained weights.
     prompt_images: the largest number of images of a prompt; the codec reads them by
         `omni_async.data.image_files.read_prompt_image`.
-    prompt_audio: the same of audio, by `omni_async.data.audio_files.read_prompt_audio`.
+    prompt_audio, prompt_video: the same of audio, by `omni_async.data.audio_files.read_prompt_audio`, and of videos,
+        by `omni_async.data.video_files.read_prompt_videos`.
     needs_images: whether a prompt must carry an image.
     attention_heads: the key of a component's config.json with the number of its attention heads; None if ranks cannot
         share a row's tokens (`omni_async.diffusion.policy.SequencePlan`).
@@ -164,6 +165,7 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     components: tuple[str, ...] = ("transformer",)
     prompt_images: int = 0
     prompt_audio: int = 0
+    prompt_video: int = 0
     needs_images: bool = False
     attention_heads: str | None = None
     comfyui_layers: tuple[tuple[str, str], ...] = ()

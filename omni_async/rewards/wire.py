@@ -20,7 +20,7 @@ from omni_async.config.decoding import decode_json, decode_msgpack
 from omni_async.config.redact import one_line
 from omni_async.data.image_files import digest_of, encoded_bytes
 from omni_async.media import Media
-from omni_async.types import Fault, Prompt, PromptAudio, PromptFile, PromptImage
+from omni_async.types import Fault, Prompt, PromptAudio, PromptFile, PromptImage, PromptVideo
 
 File = TypeVar("File", bound=PromptFile)
 
@@ -77,7 +77,7 @@ class WireMedia(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WirePrompt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A prompt; `images` are the bytes of its PNG, JPEG or WebP files, `audio` those of its sound files."""
+    """A prompt; `images` are the bytes of its PNG, JPEG or WebP files, `audio` and `video` those of its other files."""
 
     text: Text
     index: Annotated[int, Meta(ge=0, le=2**62)] = 0
@@ -85,6 +85,7 @@ class WirePrompt(msgspec.Struct, frozen=True, omit_defaults=True):
     metadata: dict[str, Any] = {}
     images: Annotated[tuple[bytes, ...], Meta(max_length=_MOST_FILES)] = ()
     audio: Annotated[tuple[bytes, ...], Meta(max_length=_MOST_FILES)] = ()
+    video: Annotated[tuple[bytes, ...], Meta(max_length=_MOST_FILES)] = ()
 
 
 class WireSample(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -188,8 +189,8 @@ def sent_sample(media: Media, prompt: Prompt, key: str | None) -> WireSample:
     parts: dict[str, Any] = {name: _sent(getattr(media, name), rates[name]) for name in media.arrays}
     if media.text is not None and media.finish is not None:
         parts["text"] = Written(media.text, media.finish, media.tokens)
-    images, audio = (tuple(map(encoded_bytes, files)) for files in (prompt.images, prompt.audio))
-    sent = WirePrompt(prompt.text, prompt.index, prompt.target, prompt.metadata, images, audio)
+    files = (tuple(map(encoded_bytes, part)) for part in (prompt.images, prompt.audio, prompt.video))
+    sent = WirePrompt(prompt.text, prompt.index, prompt.target, prompt.metadata, *files)
     return WireSample(sent, WireMedia(**parts), key)
 
 
@@ -219,7 +220,8 @@ def sample_of(sample: WireSample) -> tuple[Media, Prompt]:
     sent = sample.prompt
     _require_plain(sent.metadata, count())
     images, audio = _carried(PromptImage, sent.images), _carried(PromptAudio, sent.audio)
-    return media, Prompt(sent.index, sent.text, sent.target, sent.metadata, images, audio=audio)
+    video = _carried(PromptVideo, sent.video)
+    return media, Prompt(sent.index, sent.text, sent.target, sent.metadata, images, audio=audio, video=video)
 
 
 def _carried(kind: type[File], contents: tuple[bytes, ...]) -> tuple[File, ...]:

@@ -119,7 +119,8 @@ class VllmEngine:
     async def start(self) -> WeightReport:
         """Start vLLM: tens of seconds, most of it imports, without blocking the event loop."""
         set_environment(self._start_timeout_s)
-        limits = {"image": self._family.prompt_images, "audio": self._family.prompt_audio, "video": 0}
+        family = self._family
+        limits = {"image": family.prompt_images, "audio": family.prompt_audio, "video": family.prompt_video}
         given = {"model": self._path, "dtype": self._dtype, "max_num_seqs": self._max_batch}
         try:
             self._vllm = await in_daemon_thread(

@@ -20,6 +20,9 @@ from omni_async.cli import main
 from omni_async.commands.parity.tokens import TokenSubject, check_token_engine, check_token_policy
 from omni_async.data.audio_files import prompt_audio
 from omni_async.data.image_files import carried_image
+from omni_async.data.video_files import prompt_video
+from omni_async.media import Media
+from omni_async.records.write.images import write_media
 from omni_async.rollout.base import Trajectory
 from omni_async.rollout.transformers_engine import TransformersEngine
 from omni_async.tokens.policy import Prepared
@@ -59,7 +62,10 @@ def test_wrong_policies_and_engines_are_caught(tmp_path: Path) -> None:
     carried = carried_image(Path(first.images[0].path).read_bytes(), "an image")
     soundfile.write(tmp_path / "0.wav", np.random.default_rng(0).normal(0, 0.1, 160 * 57), 16_000)
     sounds = (prompt_audio(tmp_path / "0.wav", "0.wav"),)
-    case = replace(case, prompts=(structs.replace(first, images=(carried,), audio=sounds), *others))
+    film = np.random.default_rng(0).integers(0, 256, (4, 3, 56, 84), np.uint8)
+    [file] = write_media(Media(video=film, fps=2.0), tmp_path / "film")
+    files = {"images": (carried,), "audio": sounds, "video": (prompt_video(file, file.name)[0],)}
+    case = replace(case, prompts=(structs.replace(first, **files), *others))
     subject = TokenSubject(case, path, PlainPositions(path), FAMILY)
     assert [row.check for row in check_token_policy(subject) if not row.passed] == ["log-probs of a row"]
 

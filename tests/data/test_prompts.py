@@ -13,7 +13,10 @@ from omni_async.data.audio_files import read_prompt_audio
 from omni_async.data.bad_places import BadPlaces
 from omni_async.data.image_files import read_prompt_image
 from omni_async.data.prompts import load_prompts
-from omni_async.types import Prompt
+from omni_async.data.video_files import read_prompt_videos
+from omni_async.media import Media
+from omni_async.records.write.images import write_media
+from omni_async.types import Prompt, PromptAudio
 from tests.support.effort import LINEAR, TIMES, growth, require_lines
 
 
@@ -261,17 +264,33 @@ def test_audio_is_found_beside_the_prompt_file_and_decoded(tmp_path):
         read_prompt_audio(one.audio[0], 8000)
 
 
+@pytest.mark.parametrize("part", ["audio", "video"])
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        ("nowhere.wav", "audio: no such file: 'nowhere.wav'"),
-        ("text.wav", "audio 'text.wav': the audio cannot be decoded"),
+        ("nowhere.wav", "{}: no such file: 'nowhere.wav'"),
+        ("text.wav", "{} 'text.wav': the {} cannot be decoded"),
         (["../text.wav"], "leads out of the prompt file's folder"),
-        (7, "audio: expected a path or a list of paths, got 7"),
-        ([""], "audio: expected a path or a list of paths, got ['']"),
+        (7, "{}: expected a path or a list of paths, got 7"),
+        ([""], "{}: expected a path or a list of paths, got ['']"),
     ],
 )
-def test_audio_that_is_none_is_refused_with_file_and_line(tmp_path, given, error):
+def test_audio_or_video_that_is_none_is_refused_with_file_and_line(tmp_path, part, given, error):
     (tmp_path / "text.wav").write_text("no sound")
-    said = refusal(tmp_path, '{"prompt": "x"}\n' + with_images(given, "audio"), "p.jsonl")
-    assert said.startswith(f"data.prompts: {tmp_path / 'p.jsonl'}:2: ") and error in said
+    said = refusal(tmp_path, '{"prompt": "x"}\n' + with_images(given, part), "p.jsonl")
+    assert said.startswith(f"data.prompts: {tmp_path / 'p.jsonl'}:2: ") and error.format(part, part) in said
+
+
+def test_video_is_found_beside_the_prompt_file_and_decoded(tmp_path):
+    [film] = write_media(Media(video=np.zeros((4, 3, 32, 48), np.uint8), fps=4.0), tmp_path / "a")
+    lines = [with_images("a.mp4", "video"), with_images(["a.mp4", "a.mp4"], "video"), with_images([], "video")]
+    one, two, none = read(tmp_path, "\n".join(lines), "p.jsonl")
+    assert [len(prompt.video) for prompt in (one, two, none)] == [1, 2, 0] and one.metadata == {"note": 1}
+    assert one.video[0].path == str(film) and two.digests == 2 * one.digests
+    heard = msgspec.structs.replace(none, audio=(PromptAudio("a", one.digests[0]),))
+    assert len({str(prompt.content) for prompt in (one, two, none, heard)}) == 4
+    assert none.content == Prompt(2, "edit it", metadata={"note": 1}).content
+    assert msgspec.json.decode(msgspec.json.encode(two), type=Prompt) == two
+    film.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"the prompt's video .*a\.mp4 has changed since the run began"):
+        read_prompt_videos(one.video, 0.5, 8, 2**20)

@@ -22,6 +22,7 @@ from omni_async.control.seeds import PromptStream, derive
 from omni_async.data.prompts import load_prompts
 from omni_async.media import Media
 from omni_async.plugins.families import find_family
+from omni_async.records.write.images import write_media
 from omni_async.rewards import registry
 from omni_async.tokens.packing import Answered, cut, pack
 from omni_async.tokens.policy import Prepared, TokenPolicy, load_token_policy
@@ -46,6 +47,7 @@ _RECIPE = {
 _PROMPTS = """{"prompt": "the digit 7"}
 {"prompt": "read it", "image": "noise.png"}
 {"prompt": "a photo of a red circle", "audio": "noise.wav"}
+{"prompt": "the digit 7", "video": "noise.mp4"}
 """
 
 
@@ -55,6 +57,8 @@ def answers(tmp_path: Path) -> Path:
     (tmp_path / "prompts.jsonl").write_text(_PROMPTS)
     Image.effect_noise((84, 56), 80).convert("RGB").save(tmp_path / "noise.png")
     soundfile.write(tmp_path / "noise.wav", np.random.default_rng(0).normal(0, 0.1, 9600), 16_000)
+    film = np.random.default_rng(0).integers(0, 256, (2, 3, 32, 32), np.uint8)
+    write_media(Media(video=film, fps=2.0), tmp_path / "noise")
     return write_recipe_file(tmp_path / "recipe.yaml", _RECIPE, {})
 
 

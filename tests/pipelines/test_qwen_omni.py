@@ -1,10 +1,11 @@
-"""Tests the Qwen-Omni thinkers against transformers' own, with text, images, audio, and all of them in one row."""
+"""Tests the Qwen-Omni thinkers against transformers' own, with text, images, videos, audio, and all in one row."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import soundfile
@@ -28,9 +29,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from omni_async.config.schema import Lora
 from omni_async.data.audio_files import prompt_audio, read_prompt_audio
 from omni_async.data.image_files import prompt_image
+from omni_async.data.video_files import prompt_video
+from omni_async.media import Media
+from omni_async.records.write.images import write_media
 from omni_async.tokens.packing import Answered, pack
 from omni_async.training.auxiliary import add_adapters
-from omni_async.types import Prompt, PromptAudio, PromptImage
+from omni_async.types import Prompt, PromptAudio, PromptImage, PromptVideo
 
 SPEC = QwenOmniSampling(max_tokens=16)
 SIZES = ((84, 56), (56, 140), (28, 28))  # the second has several windows of the tower
@@ -86,7 +90,19 @@ def sounds(tmp_path_factory: pytest.TempPathFactory) -> tuple[PromptAudio, ...]:
 
 
 @pytest.fixture(scope="module")
-def prompts(images: tuple[PromptImage, ...], sounds: tuple[PromptAudio, ...]) -> tuple[Prompt, ...]:
+def videos(tmp_path_factory: pytest.TempPathFactory) -> tuple[PromptVideo, ...]:
+    """Provides videos of two pairs of frames, and of a pair and a half, at 4 frames a second."""
+    folder = tmp_path_factory.mktemp("videos")
+    noise = np.random.default_rng(0).integers(0, 256, (8, 3, 56, 84), np.uint8)
+    films = (noise, noise[:5, :, :, :56])
+    files = [write_media(Media(video=film, fps=4.0), folder / str(n))[0] for n, film in enumerate(films)]
+    return tuple(prompt_video(file, file.name)[0] for file in files)
+
+
+@pytest.fixture(scope="module")
+def prompts(
+    images: tuple[PromptImage, ...], sounds: tuple[PromptAudio, ...], videos: tuple[PromptVideo, ...]
+) -> tuple[Prompt, ...]:
     return (
         Prompt(0, "a red circle"),
         Prompt(1, "read the digit", images=images[:1]),
@@ -94,6 +110,8 @@ def prompts(images: tuple[PromptImage, ...], sounds: tuple[PromptAudio, ...]) ->
         Prompt(3, "compare them", images=images[1:]),
         Prompt(4, "the digit 7", audio=sounds),
         Prompt(5, "read it", images=images[:1], audio=sounds[:1]),
+        Prompt(6, "the digit 7", video=videos[:1]),
+        Prompt(7, "compare them", images=images[1:2], audio=sounds[:1], video=videos),
     )
 
 
@@ -111,6 +129,8 @@ def by_transformers(theirs, policy: QwenOmniPolicy, prompt: Prompt, answer: Tens
         heard = media.pop("input_features").split(media.pop("audio_lengths").tolist())
         media["input_features"] = pad_sequence(heard, batch_first=True).transpose(1, 2)
         media["feature_attention_mask"] = pad_sequence([torch.ones(len(one)).long() for one in heard], batch_first=True)
+    if prompt.video:
+        media["video_second_per_grid"] = torch.ones(len(prompt.video))  # pairs of frames, 2 frames a second
     logits = theirs(input_ids=ids, attention_mask=torch.ones_like(ids), **media).logits[0]
     of_answer = (logits[len(prepared.ids) - 1 : -1].float() / temperature).log_softmax(-1)
     return of_answer.gather(1, answer[:, None])[:, 0]
@@ -123,7 +143,9 @@ def gradients(model: torch.nn.Module, log_probs: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "chosen", [(0, 2), (1, 3), (4, 4), (0, 1, 2, 3, 4, 5)], ids=["text", "images", "audio", "mixed"]
+    "chosen",
+    [(0, 2), (1, 3), (4, 4), (6, 6), (0, 1, 2, 3, 4, 5, 6, 7)],
+    ids=["text", "images", "audio", "video", "mixed"],
 )
 def test_rows_equal_single_sequences(chosen, policy, thinker, theirs, prompts):
     """Log-probs and gradients of a row are those of transformers' model for each sequence alone."""
@@ -144,7 +166,7 @@ def test_image_features_may_come_as_one_tensor_per_image(policy, thinker, prompt
     """As from transformers 5.17; 5.14 joins them."""
     media = policy.prepare(prompts[3], SPEC).media
     pixels, grids = media["pixel_values"], media["image_grid_thw"]
-    joined = thinker._image_features(pixels, grids)
+    joined = thinker._visual_features(pixels, grids)
     get, merged = thinker.get_image_features, thinker.spatial_merge_size**2
 
     def apart(pixels: Tensor, grids: Tensor, **how: Any) -> Any:
@@ -153,11 +175,11 @@ def test_image_features_may_come_as_one_tensor_per_image(policy, thinker, prompt
         return found
 
     monkeypatch.setattr(thinker, "get_image_features", apart)
-    assert torch.equal(thinker._image_features(pixels, grids), joined)
+    assert torch.equal(thinker._visual_features(pixels, grids), joined)
 
 
 def test_a_file_of_several_answers_is_computed_once(family, policy, thinker, prompts):
-    prepared = [policy.prepare(prompts[number], SPEC) for number in (1, 3, 1, 5, 4)]
+    prepared = [policy.prepare(prompts[number], SPEC) for number in (1, 3, 1, 5, 4, 6, 6)]
     seen: list[int] = []
 
     def note(module: torch.nn.Module, args: tuple[Tensor, ...], given: dict[str, Tensor]) -> None:
@@ -165,24 +187,25 @@ def test_a_file_of_several_answers_is_computed_once(family, policy, thinker, pro
 
     towers = (thinker.visual, thinker.audio_tower)
     hooks = [tower.register_forward_pre_hook(note, with_kwargs=True) for tower in towers]
-    drawn = answers(5)
-    together = thinker(pack([*map(Answered, prepared, drawn)]), 1.0)
+    drawn = answers(7)
+    together = thinker(pack([*map(Answered, prepared, drawn)]), 1.7)
     for hook in hooks:
         hook.remove()
     # Qwen3's processor pads the sounds of a prompt to its longest, which changes the last frames.
     sounds = 2 if family == "qwen_omni" else 3
-    assert sorted(seen) == [sounds, 3], "an image of the first prompt, two of the second"
-    alone = [thinker(pack([Answered(*pair)]), 1.0) for pair in zip(prepared, drawn, strict=True)]
+    assert sorted(seen) == [1, sounds, 3], "a video; an image of the first prompt, two of the second"
+    alone = [thinker(pack([Answered(*pair)]), 1.7) for pair in zip(prepared, drawn, strict=True)]
     assert (together - torch.cat(alone)).abs().max() <= 1e-6
 
 
-@pytest.mark.parametrize("given", [0, 1, 5], ids=["text", "image", "image and audio"])
+@pytest.mark.parametrize("given", [0, 1, 5, 6], ids=["text", "image", "image and audio", "video"])
 def test_decoding_equals_a_full_pass(given, policy, thinker, prompts):
-    """Drops and reorders sequences on the way; one answer contains the tokens that represent an image and audio."""
+    """Drops and reorders sequences on the way; one answer contains the tokens that represent files."""
     components = {"thinker": thinker}
     prepared = policy.prepare(prompts[given], SPEC)
     drawn = torch.stack([torch.arange(30, 36), torch.arange(40, 46), torch.arange(50, 56)])
-    drawn[0, 2], drawn[0, 3] = thinker.config.image_token_id, thinker.config.audio_token_id
+    config = thinker.config
+    drawn[0, 2:5] = torch.tensor([config.image_token_id, config.audio_token_id, config.video_token_id])
     expected = [policy.log_probs(components, pack([Answered(prepared, answer)]), 1.0) for answer in drawn]
 
     def position(number: int, rows: int) -> Tensor:
@@ -209,12 +232,18 @@ def test_prompts_are_prepared_as_transformers_does(system, policy, theirs, promp
     spec = QwenOmniSampling(max_tokens=16, system=system)
     for prompt in prompts:
         content = [{"type": "image", "image": Image.open(image.path)} for image in prompt.images]
+        content += [{"type": "video", "video": every_second_frame(video.path)} for video in prompt.video]
         content += [{"type": "audio", "audio": read_prompt_audio(one, 16_000)} for one in prompt.audio]
         chat = [{"role": "user", "content": [*content, {"type": "text", "text": prompt.text}]}]
         if system is not None:
             chat.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
         expected = policy.processor.apply_chat_template(
-            chat, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            chat,
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"fps": 2.0, "do_sample_frames": False} if prompt.video else {},
         )
         found = policy.prepare(prompt, spec)
         assert torch.equal(found.ids, expected["input_ids"][0]) and found.ids.dtype == torch.int64
@@ -224,15 +253,21 @@ def test_prompts_are_prepared_as_transformers_does(system, policy, theirs, promp
             expected["audio_lengths"] = lengths = heard.sum(1)
             expected["input_features"] = expected["input_features"].transpose(1, 2)[heard]
         seen = {"pixel_values", "image_grid_thw"} if prompt.images else set()
+        seen |= {"pixel_values_videos", "video_grid_thw"} if prompt.video else set()
         assert found.media.keys() == seen | ({"input_features", "audio_lengths"} if prompt.audio else set())
         assert all(torch.equal(found.media[name], expected[name]) for name in found.media)
 
         answered = torch.cat([found.ids, torch.tensor([30, 31])])[None]
-        positions, _ = theirs.get_rope_index(
-            answered, found.media.get("image_grid_thw"), None, torch.ones_like(answered), False, lengths
-        )
+        grids = [found.media.get(f"{part}_grid_thw") for part in ("image", "video")]
+        seconds = expected.get("video_second_per_grid")
+        positions, _ = theirs.get_rope_index(answered, *grids, torch.ones_like(answered), False, lengths, seconds)
         assert torch.equal(found.positions, positions[:, 0, :-2].long())
         assert positions[:, 0, -2:].tolist() == [[found.next_position, found.next_position + 1]] * 3
+
+
+def every_second_frame(path: str) -> Any:
+    with av.open(path) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])[::2]
 
 
 def test_towers_are_frozen(policy, thinker):
@@ -313,11 +348,33 @@ def test_audio_without_a_token_or_beyond_the_processor_s_window(policy, tmp_path
         policy.prepare(prompt, SPEC)
 
 
-def test_a_template_without_audio_is_refused(policy, prompts, monkeypatch):
-    template = policy.processor.chat_template.replace(policy.processor.audio_token, "")
+@pytest.mark.parametrize(("part", "number"), [("audio", 4), ("video", 6)])
+def test_a_template_without_a_kind_of_files_is_refused(part, number, policy, prompts, monkeypatch):
+    template = policy.processor.chat_template.replace(getattr(policy.processor, f"{part}_token"), "")
     monkeypatch.setattr(policy.processor, "chat_template", template)
-    with pytest.raises(ValueError, match="chat template leaves it out"):
-        policy.prepare(prompts[4], SPEC)
+    with pytest.raises(ValueError, match=f"{part}: the checkpoint's chat template leaves it out"):
+        policy.prepare(prompts[number], SPEC)
+
+
+def test_frames_of_a_prompt_s_videos_have_one_distance(policy, prompts):
+    """The longer video has 4 frames at 2 a second, and 2 at 1 a second, 2 seconds a pair."""
+    fewer = QwenOmniSampling(max_tokens=16, video_frames=2)
+    prepared = policy.prepare(prompts[7], fewer)
+    assert prepared.media["video_grid_thw"][:, 0].tolist() == [1, 1], "pairs of frames"
+    assert policy.vllm_prompt(prompts[7], fewer)["mm_processor_kwargs"] == {"fps": 1.0, "do_sample_frames": False}
+    slower = QwenOmniSampling(max_tokens=16, video_fps=1.0)
+    one = policy.prepare(prompts[6], slower)
+    assert one.media["video_grid_thw"][:, 0].tolist() == [1]
+    with pytest.raises(ValueError, match=r"video_fps: expected 2 divided by a whole number, got 1\.5"):
+        QwenOmniSampling(video_fps=1.5)
+
+
+def test_frames_that_exceed_the_context_are_refused(policy, tmp_path):
+    film = np.zeros((24, 3, 448, 448), np.uint8)
+    [file] = write_media(Media(video=film, fps=2.0), tmp_path / "a")
+    prompt = Prompt(0, "x", video=(prompt_video(file, "a.mp4")[0],))
+    with pytest.raises(ValueError, match=rf"video: the frames have about \d+ tokens, .* context has {CONTEXT}; lower"):
+        policy.prepare(prompt, SPEC)
 
 
 def at_most(number: int) -> QwenOmniSampling:

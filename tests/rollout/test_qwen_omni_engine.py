@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from omni_async_pipelines.qwen3_omni import tiny as tiny3
@@ -15,6 +16,9 @@ from torch import Tensor
 from transformers import Qwen2_5OmniThinkerForConditionalGeneration, Qwen3OmniMoeThinkerForConditionalGeneration
 
 from omni_async.data.image_files import prompt_image
+from omni_async.data.video_files import prompt_video
+from omni_async.media import Media
+from omni_async.records.write.images import write_media
 from omni_async.rollout.base import Trajectory
 from omni_async.tokens.policy import Prepared
 from omni_async.types import Prompt, SampleRequest
@@ -80,14 +84,20 @@ def theirs(family: tuple[Any, ...], path: str, models: Models) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> list[Prompt]:
-    """Provides prompts of equal length: two of text, and then two with an image."""
+    """Provides prompts of equal length: two of text, two with an image, and two with a video."""
     folder = tmp_path_factory.mktemp("images")
     for number in range(2):
         noise = Image.effect_noise((84, 56), 80 + number).convert("RGB")
         noise.save(folder / f"{number}.png")
     images = [prompt_image(folder / f"{number}.png", f"{number}.png") for number in range(2)]
+    videos = []
+    for number in range(2):
+        film = np.random.default_rng(number).integers(0, 256, (4, 3, 56, 84), np.uint8)
+        [file] = write_media(Media(video=film, fps=2.0), folder / f"film{number}")
+        videos.append(prompt_video(file, file.name)[0])
     texts = [Prompt(number, f"the digit {number}") for number in range(2)]
-    return [*texts, *(Prompt(2 + number, "read the digit", images=(image,)) for number, image in enumerate(images))]
+    seen = [Prompt(2 + number, "read the digit", images=(image,)) for number, image in enumerate(images)]
+    return [*texts, *seen, *(Prompt(4 + number, "what is it", video=(video,)) for number, video in enumerate(videos))]
 
 
 @torch.no_grad()
@@ -118,18 +128,19 @@ def continued(theirs: list[Any], policy: QwenOmniPolicy, request: SampleRequest,
 
 
 def given(prompt: Prepared) -> dict[str, Any]:
-    return {"input_ids": prompt.ids[None], "attention_mask": torch.ones_like(prompt.ids)[None], **prompt.media}
+    inputs = {"input_ids": prompt.ids[None], "attention_mask": torch.ones_like(prompt.ids)[None], **prompt.media}
+    return inputs | ({"video_second_per_grid": torch.ones(1)} if "video_grid_thw" in inputs else {})
 
 
 def chosen(logits: Tensor, tokens: Tensor) -> Tensor:
     return (logits.float() / SPEC.temperature).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("seeing", [False, True], ids=["text", "image"])
+@pytest.mark.parametrize("first", [0, 2, pytest.param(4, marks=pytest.mark.thorough)], ids=["text", "image", "video"])
 @pytest.mark.parametrize(("kv", "reference"), [("keep", continued), ("recompute", whole)])
-async def test_answers_agree_with_transformers(kv, reference, seeing, family, path, plain, models, theirs, prompts):
+async def test_answers_agree_with_transformers(kv, reference, first, family, path, plain, models, theirs, prompts):
     policy = family[1](path)
-    requests = [make_request(prompts[2 * seeing + number % 2], SPEC, number) for number in range(6)]
+    requests = [make_request(prompts[first + number % 2], SPEC, number) for number in range(6)]
     async with running(policy, kv=kv) as engine:
         in_flight = asyncio.create_task(together(engine, requests))
         for version in range(1, len(theirs)):

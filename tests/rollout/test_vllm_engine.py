@@ -23,6 +23,9 @@ pytest.importorskip("vllm")
 
 from omni_async.data.audio_files import prompt_audio
 from omni_async.data.image_files import prompt_image
+from omni_async.data.video_files import prompt_video
+from omni_async.media import Media
+from omni_async.records.write.images import write_media
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.vllm_engine import VllmEngine
 from omni_async.types import Prompt, PromptAudio, SampleRequest, WeightReport
@@ -161,6 +164,23 @@ def test_three_swaps_in_one_answer(run, engine, policy, models, kv, reference, o
     for request, one in zip(asked(), run(together(engine, asked())), strict=True):
         assert {*one.versions} == {3}
         check_answer(policy, request, one, whole(policy, models, request, one), BOUND)
+
+
+@pytest.mark.thorough
+def test_answers_to_videos_agree_with_transformers(run, engine, policy, models, tmp_path):
+    """The videos of the second round were seen before the swap."""
+    filmed = []
+    for number, (frames, width) in enumerate(((4, 84), (3, 56), (2, 84))):
+        film = np.random.default_rng(number).integers(0, 256, (frames, 3, 56, width), np.uint8)
+        [file] = write_media(Media(video=film, fps=2.0), tmp_path / f"{number}")
+        video = prompt_video(file, file.name)[0]
+        filmed.append(Prompt(number, "What moves?", video=(video,)))
+    filmed.append(msgspec.structs.replace(prompts()[4], video=filmed[2].video))
+    requests = [make_request(filmed[k % 4], SPEC, k) for k in range(8)]
+    for version in (0, 1):
+        run(push(engine, policy, models, version)) if version else None
+        for request, one in zip(requests, run(together(engine, requests)), strict=True):
+            check_answer(policy, request, one, whole(policy, models, request, one), BOUND)
 
 
 @pytest.mark.thorough

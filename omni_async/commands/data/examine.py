@@ -110,6 +110,7 @@ def _counts(prompts: Sequence[Prompt], refused: int) -> list[str]:
         "negative_prompt": sum(prompt.negative_prompt is not None for prompt in prompts),
         "images": sum(bool(prompt.images) for prompt in prompts),
         "audio": sum(bool(prompt.audio) for prompt in prompts),
+        "video": sum(bool(prompt.video) for prompt in prompts),
     }
     named = [f"{name} {number}" for name, number in {**known, **dict(columns.most_common(_SHOWN))}.items() if number]
     lines = [total, f"characters: shortest {sizes[0]}, median {sizes[len(sizes) // 2]}, longest {sizes[-1]}"]

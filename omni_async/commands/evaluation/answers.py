@@ -40,7 +40,7 @@ def _heading(prompt: Prompt, first: bool) -> Iterator[str]:
     if not first:
         yield ""
     yield f"prompt {prompt.index}: {_indented(prompt.text)}"
-    yield from (f"{file.part}: {file.path}" for file in (*prompt.images, *prompt.audio))
+    yield from (f"{file.part}: {file.path}" for file in prompt.files)
     if prompt.target is not None:
         yield f"target: {_indented(prompt.target)}"
 

@@ -22,6 +22,7 @@ from omni_async.commands.parity.model import ROUNDING, difference
 from omni_async.commands.parity.table import Found, Row, failed, measure
 from omni_async.data.audio_files import read_prompt_audio
 from omni_async.data.image_files import read_prompt_image
+from omni_async.data.video_files import read_prompt_videos
 from omni_async.diffusion.components import named_parameters
 from omni_async.plugins.families import PipelineFamily
 from omni_async.rollout.base import EngineError, RolloutEngine, Trajectory
@@ -41,12 +42,19 @@ class Reference:
         self._processor: Any = transformers.AutoProcessor.from_pretrained(path, local_files_only=True)
 
     def inputs(self, prompt: Prompt, spec: Any) -> dict[str, Tensor]:
-        """Return the model's arguments for a prompt, from the checkpoint's chat template."""
+        """Return the model's arguments for a prompt, from the checkpoint's chat template.
+
+        For a prompt with videos, the spec has `video_step`, `video_frames` and `video_pixels`."""
         from PIL import Image
 
         files: list[dict[str, Any]] = [
             {"type": "image", "image": Image.fromarray(read_prompt_image(one).pixels)} for one in prompt.images
         ]
+        more: dict[str, Any] = {}
+        if prompt.video:
+            videos = read_prompt_videos(prompt.video, spec.video_step, spec.video_frames, spec.video_pixels)
+            files += [{"type": "video", "video": frames.pixels} for frames in videos]
+            more = {"processor_kwargs": {"fps": 1 / videos[0].step, "do_sample_frames": False}}
         for one in prompt.audio:
             rate = self._processor.feature_extractor.sampling_rate
             files.append({"type": "audio", "audio": read_prompt_audio(one, rate)})
@@ -54,7 +62,7 @@ class Reference:
         if (system := getattr(spec, "system", None)) is not None:
             chat.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
         how = {"tokenize": True, "add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-        return dict(self._processor.apply_chat_template(chat, **how))
+        return dict(self._processor.apply_chat_template(chat, **how, **more))
 
     @torch.no_grad()
     def log_probs(self, prompt: Prompt, spec: Any, answer: Tensor) -> Tensor:

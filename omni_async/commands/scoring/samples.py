@@ -7,9 +7,9 @@ a file comes from one of these:
 - the folder's `prompts.txt` or `prompts.jsonl`, a line per file in the order of their names
 
 A table (`omni_async.data.tables`) has a row per sample with `prompt` and its media as `image`, `video` and `audio`
-(paths relative to the table), or without them its `text` itself. It may have `target`, `images` and `prompt_audio`
-(the prompt's) and `metadata`; other columns are metadata, too. A folder with `metadata.jsonl` is a table, whose
-`file_name` names the media.
+(paths relative to the table), or without them its `text` itself. It may have `target`, `images`, `prompt_audio` and
+`prompt_video` (the prompt's) and `metadata`; other columns are metadata, too. A folder with `metadata.jsonl` is a
+table, whose `file_name` names the media.
 
 A path on the command line may point anywhere. A folder or a table is input: its files must be in it or below, links
 included. Files of prompts may also be in the folders of the recipe's prompt files.
@@ -34,12 +34,13 @@ from omni_async.data.audio_files import prompt_audio
 from omni_async.data.folders import caption_of, folder_table, metadata_of, require_inside, sorted_files
 from omni_async.data.image_files import one_line, prompt_image
 from omni_async.data.media_files import SUFFIXES, part_of, read_media
-from omni_async.data.prompts import load_prompts, named_audio, prompt_of
+from omni_async.data.prompts import load_prompts, named_files, prompt_of
 from omni_async.data.tables import LEADS_OUT, NO_COLUMNS, Columns, Table, open_table
 from omni_async.data.tables import SUFFIXES as _TABLES
+from omni_async.data.video_files import prompt_video
 from omni_async.media import Media
 from omni_async.plugins.families import ARRAYS
-from omni_async.types import Prompt, PromptFile
+from omni_async.types import Prompt, PromptAudio, PromptFile, PromptVideo
 
 _PROMPT_FILES = ("prompts.txt", "prompts.jsonl")
 _GRID = re.compile(r"(train|validation)-\d{6}")  # a run's grid; its tiles have an additional number
@@ -92,7 +93,7 @@ def files_read(paths: list[Path], samples: list[Sample]) -> list[Path]:
     """Return the files that `find_samples` and scoring read for these paths."""
     media = [file for sample in samples for file in sample.files.values()]
     prompts = [sample.prompt for sample in samples]
-    carried = [Path(file.path) for prompt in prompts for file in (*prompt.images, *prompt.audio) if file.path]
+    carried = [Path(file.path) for prompt in prompts for file in prompt.files if file.path]
     beside = (file.with_suffix(suffix) for file in media for suffix in (".txt", ".json"))
     sidecars = [file for file in beside if os.path.isfile(file)]  # noqa: PTH113 (pathlib raises at long names)
     folders = {folder for path in paths if path.is_dir() for folder in (path, path / "samples")}
@@ -188,8 +189,9 @@ def _of_row(folder: Path, where: str, row: dict[str, Any], images_in: Sequence[P
         raise ConfigError(f'{where}: metadata: expected an object such as {{"n": 1}}, got {repr(more)[:200]}')
     if clash := sorted({*more} & {*row, "prompt", "target", "image", "images"}):
         raise ConfigError(f"{where}: metadata: {clash[0]!r} is a column of the table, too")
-    audio = named_audio(row.pop("prompt_audio", []), f"{where}: prompt_audio")
-    prompt = replace(prompt_of(0, {**row, **more}, where), audio=audio)
+    audio = named_files(PromptAudio, row.pop("prompt_audio", []), f"{where}: prompt_audio")
+    video = named_files(PromptVideo, row.pop("prompt_video", []), f"{where}: prompt_video")
+    prompt = replace(prompt_of(0, {**row, **more}, where), audio=audio, video=video)
     prompt = _with_files(_without_nul(prompt, where), where, folder, images_in)
     name = ", ".join(named.values()) if named else where
     return Sample(redact.one_line(name), files, prompt, folder, text)
@@ -245,4 +247,5 @@ def _with_files(prompt: Prompt, where: str, folder: Path, images_in: Sequence[Pa
 
     images = [prompt_image(file, shown, within=within) for file, shown, within in map(found, prompt.images)]
     audio = [prompt_audio(*found(one)) for one in prompt.audio]
-    return replace(prompt, images=tuple(images), audio=tuple(audio))
+    videos = [prompt_video(file, shown, within=within)[0] for file, shown, within in map(found, prompt.video)]
+    return replace(prompt, images=tuple(images), audio=tuple(audio), video=tuple(videos))

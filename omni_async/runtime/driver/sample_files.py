@@ -107,8 +107,9 @@ def sample_row(prompt: Prompt, media: Media, files: list[Path]) -> dict[str, Any
         row["target"] = prompt.target
     if prompt.metadata:
         row["metadata"] = prompt.metadata
-    # `audio` is the sample's own sound.
-    for column, carried in (("images", prompt.images), ("prompt_audio", prompt.audio)):
+    # `audio` and `video` are the sample's own.
+    files_of = {"images": prompt.images, "prompt_audio": prompt.audio, "prompt_video": prompt.video}
+    for column, carried in files_of.items():
         if carried and all(file.content is None for file in carried):
             row[column] = [file.path for file in carried]
     if media.text is not None:

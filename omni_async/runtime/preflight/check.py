@@ -266,15 +266,13 @@ def inputs_check(family: PipelineFamily, specs: Sequence[SamplingSpec]) -> Promp
                 "negative_prompt: the samples have no unconditional branch; raise the guidance of rollout.sampling, or"
                 " leave the column out with data.columns.negative_prompt=null"
             )
-        if "video" in prompt.metadata:
-            why = f"video: the prompt names one, but model.pipeline {family.name!r} takes none"
-            return f"{why}; leave the column out with data.columns.video=null"
         if family.needs_images and not prompt.images:
             return f"images: the prompt has none, but model.pipeline {family.name!r} needs one"
         column = "images" if len(prompt.images) > 1 else "image"
         carried = (
             ("images", column, len(prompt.images), family.prompt_images),
             ("audio", "audio", len(prompt.audio), family.prompt_audio),
+            ("video", "video", len(prompt.video), family.prompt_video),
         )
         for part, column, given, most in carried:
             if given > most:

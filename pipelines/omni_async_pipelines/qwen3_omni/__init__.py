@@ -1,4 +1,4 @@
-"""Supports Qwen3-Omni: its thinker, a mixture of experts, answers prompts of text, images and audio with text.
+"""Supports Qwen3-Omni: its thinker, a mixture of experts, answers prompts of text and media with text.
 
 Importing this package imports no torch. It shares all but names and the thinker's class with `qwen_omni`."""
 
@@ -20,6 +20,7 @@ FAMILY = PipelineFamily(
     components=("thinker",),
     prompt_images=16,
     prompt_audio=8,
+    prompt_video=4,
     parity="omni_async_pipelines.qwen3_omni.parity:CASES",
     draws="tokens",
     layout="transformers",

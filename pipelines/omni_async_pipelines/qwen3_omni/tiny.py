@@ -39,9 +39,10 @@ def build_processor(*, vocab_size: int = 512) -> Qwen3OmniMoeProcessor:
     """Build the processor, with a tokenizer of at most `vocab_size` tokens."""
     side = PATCH * MERGE
     parts = processor_parts(_NAMED_TOKENS, tiny.CORPUS, vocab_size, side, 16 * side**2, {"patch_size": PATCH})
-    image, sound = "<|vision_start|><|image_pad|><|vision_end|>", "<|audio_start|><|audio_pad|><|audio_end|>"
-    template = CHAT_TEMPLATE.replace("<|vision_bos|><|IMAGE|><|vision_eos|>", image)
-    return Qwen3OmniMoeProcessor(**parts, chat_template=template.replace("<|audio_bos|><|AUDIO|><|audio_eos|>", sound))
+    template = CHAT_TEMPLATE.replace("_bos|>", "_start|>").replace("_eos|>", "_end|>")
+    for part in ("image", "video", "audio"):
+        template = template.replace(f"<|{part.upper()}|>", _NAMED_TOKENS[f"{part}_token"])
+    return Qwen3OmniMoeProcessor(**parts, chat_template=template)
 
 
 def build_thinker(

@@ -1,4 +1,4 @@
-"""Supports Qwen2.5-Omni: its thinker answers prompts of text, images and audio with text.
+"""Supports Qwen2.5-Omni: its thinker answers prompts of text, images, videos and audio with text.
 
 Importing this package imports no torch."""
 
@@ -13,6 +13,7 @@ FAMILY = PipelineFamily(
     components=("thinker",),
     prompt_images=16,
     prompt_audio=8,
+    prompt_video=4,
     parity="omni_async_pipelines.qwen_omni.parity:CASES",
     draws="tokens",
     layout="transformers",

@@ -5,21 +5,23 @@ transformers, which takes seconds to import, is imported when a model or a proce
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from omni_async.data.audio_files import read_prompt_audio
 from omni_async.data.image_files import read_prompt_image
+from omni_async.data.video_files import read_prompt_videos
 from omni_async.plugins.entry_points import load_named
 from omni_async.tokens.packing import joined_media
 from omni_async.tokens.policy import Packed, Prepared
 from omni_async.types import Prompt
-from omni_async_pipelines.qwen_omni.sampling import QwenOmniSampling, context_of
+from omni_async_pipelines.qwen_omni.sampling import PAIR, QwenOmniSampling, context_of
 from omni_async_pipelines.sampling import read_config
 
 if TYPE_CHECKING:
@@ -41,10 +43,22 @@ class KeysAndValues:
         self.held.batch_select_indices(torch.tensor(rows, dtype=torch.long))
 
 
+class Seen(NamedTuple):
+    """An image or a video in a prompt: its placeholder, frames, rows and columns of patches, and time between frames.
+
+    The time is in positions; an image has one frame."""
+
+    token: int
+    frames: int
+    rows: int
+    columns: int
+    step: int
+
+
 class QwenOmniPolicy:
     """The `omni_async.tokens.policy.TokenPolicy` of Qwen2.5-Omni.
 
-    Prompts have text, images and audio. An answer ends with the chat's end token."""
+    Prompts have text, images, videos and audio. An answer ends with the chat's end token."""
 
     components: tuple[str, ...] = ("thinker",)
     frozen: tuple[str, ...] = ("thinker.visual", "thinker.audio_tower")
@@ -56,7 +70,9 @@ class QwenOmniPolicy:
         self.path = path
         config = read_config(path, "")
         self._context = context_of(config)
-        self._merge = config["thinker_config"].get("vision_config", {}).get("spatial_merge_size", 2)
+        thinker = config["thinker_config"]
+        self._merge = thinker.get("vision_config", {}).get("spatial_merge_size", 2)
+        self._positions_a_second = thinker.get("position_id_per_seconds", 25)
 
     @cached_property
     def processor(self) -> Any:
@@ -95,33 +111,63 @@ class QwenOmniPolicy:
 
     def prepare(self, prompt: Prompt, spec: QwenOmniSampling) -> Prepared:
         text = self._chat(prompt, spec)
-        images, sounds = _images(prompt), self._sounds(prompt)
-        if text.count(self.processor.audio_token) != len(sounds):  # nothing would read the sound
-            raise ValueError("audio: the checkpoint's chat template leaves it out")
-        found = self.processor(text=[text], images=images or None, audio=sounds or None, return_tensors="pt")
+        for part, carried in Counter(file.part for file in prompt.files).items():
+            if text.count(self._token(part)) != carried:  # nothing would read it
+                raise ValueError(f"{part}: the checkpoint's chat template leaves it out")
+        videos, step = self._videos(prompt, spec)
+        files = {"images": _images(prompt), "videos": videos, "audio": self._sounds(prompt)}
+        given: dict[str, Any] = {part: of for part, of in files.items() if of}
+        found = self.processor(text=[text], **given, **_settings(step), return_tensors="pt")
         ids = found["input_ids"][0]
         if len(ids) + spec.max_tokens > self._context:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens and its answer up to {spec.max_tokens}, and the model's context has"
                 f" {self._context}; shorten the prompt, or lower rollout.sampling.max_tokens"
             )
-        media = {name: found[name] for name in ("pixel_values", "image_grid_thw") if name in found}
-        token = self.processor.tokenizer.convert_tokens_to_ids(self.processor.image_token)
-        grids = found["image_grid_thw"].tolist() if media else []
-        if sounds:  # only the frames with sound, not the padding
+        tower = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+        media = {name: found[name] for name in tower if name in found}
+        if prompt.audio:  # only the frames with sound, not the padding
             heard = found["feature_attention_mask"].bool()
             media |= {
                 "input_features": found["input_features"].transpose(1, 2)[heard],
                 "audio_lengths": heard.sum(1),
             }
-        positions, next_position = rotary_positions(ids.tolist(), token, grids, self._merge)
+        seen = [
+            Seen(self.processor.tokenizer.convert_tokens_to_ids(self._token(part)), *grid, step=between)
+            for part, between in (("image", 0), ("video", round(PAIR * step * self._positions_a_second)))
+            for grid in media.get(f"{part}_grid_thw", torch.empty(0)).tolist()
+        ]
+        positions, next_position = rotary_positions(ids.tolist(), seen, self._merge)
         return Prepared(ids, positions, next_position, media)
 
     def vllm_prompt(self, prompt: Prompt, spec: QwenOmniSampling) -> dict[str, Any]:
         """See `omni_async.tokens.policy.ReadByVllm`."""
         rate = self.processor.feature_extractor.sampling_rate
-        media = {"image": _images(prompt), "audio": [(sound, rate) for sound in self._sounds(prompt)]}
-        return {"prompt": self._chat(prompt, spec), "multi_modal_data": {part: of for part, of in media.items() if of}}
+        videos, step = self._videos(prompt, spec)
+        sounds = [(sound, rate) for sound in self._sounds(prompt)]
+        media = {"image": _images(prompt), "video": videos, "audio": sounds}
+        given = {part: of for part, of in media.items() if of}
+        how = {"mm_processor_kwargs": _settings(step)}
+        return {"prompt": self._chat(prompt, spec), "multi_modal_data": given, **how}
+
+    def _token(self, part: str) -> str:
+        """Return the placeholder of a kind of files."""
+        token: str = getattr(self.processor, f"{part}_token")
+        return token
+
+    def _videos(self, prompt: Prompt, spec: QwenOmniSampling) -> tuple[list[Any], float]:
+        """Return the frames of the prompt's videos, each uint8 (F, height, width, 3), and the seconds between them.
+
+        Raises ValueError for frames that exceed the model's context, before the processor copies them."""
+        found = read_prompt_videos(prompt.video, spec.video_step, spec.video_frames, spec.video_pixels)
+        side = self._merge * self.processor.video_processor.patch_size
+        tokens = sum(one.pixels.size for one in found) // (3 * PAIR * side**2)
+        if tokens > 2 * self._context:  # the processor rounds the sides, and so removes less than half of it
+            raise ValueError(
+                f"video: the frames have about {tokens} tokens, and the model's context has {self._context}; lower"
+                " rollout.sampling.video_frames or video_pixels"
+            )
+        return [one.pixels for one in found], found[0].step if found else 0.0
 
     def _sounds(self, prompt: Prompt) -> list[Any]:
         """Return the prompt's audio, each float32 (n,) at the processor's rate.
@@ -141,8 +187,7 @@ class QwenOmniPolicy:
         for text in (prompt.text, spec.system or ""):
             if (problem := spec.media_token_in(text)) is not None:
                 raise ValueError(problem)
-        files = [{"type": file.part} for file in (*prompt.images, *prompt.audio)]
-        content = [*files, {"type": "text", "text": prompt.text}]
+        content = [*({"type": file.part} for file in prompt.files), {"type": "text", "text": prompt.text}]
         messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
         if spec.system is not None:
             messages.insert(0, {"role": "system", "content": [{"type": "text", "text": spec.system}]})
@@ -190,32 +235,34 @@ def _images(prompt: Prompt) -> list[Any]:
     return [Image.fromarray(read_prompt_image(image).pixels) for image in prompt.images]
 
 
-def rotary_positions(
-    ids: Sequence[int], image_token: int, grids: Sequence[Sequence[int]], merge: int
-) -> tuple[Tensor, int]:
+def _settings(step: float) -> dict[str, Any]:
+    """Return the settings of transformers' processor for frames that are `step` seconds apart; 0: without videos."""
+    return {"fps": 1 / step, "do_sample_frames": False} if step else {}
+
+
+def rotary_positions(ids: Sequence[int], seen: Sequence[Seen], merge: int) -> tuple[Tensor, int]:
     """Place a prompt's tokens in time, rows and columns (M-RoPE), as transformers' `get_rope_index` does.
 
-    Text and audio advance in all three. An image's tokens share the time of its first one, and differ in rows and
+    Text and audio advance in all three. The tokens of a frame share the time of its first one, and differ in rows and
     columns.
 
     Args:
-        ids: the P tokens, an image's placeholders expanded.
-        image_token: the placeholder.
-        grids: frames (1), rows and columns of the patches of each image.
+        ids: the P tokens, placeholders expanded.
+        seen: the images and videos, in the order of their tokens.
         merge: how many patches become one token, in a row and in a column.
 
     Returns:
         The positions (3, P) int64, and the position of the first token after the prompt."""
     parts: list[Tensor] = []
     place = position = 0
-    for _, rows, columns in grids:
-        start = ids.index(image_token, place)
+    for token, frames, rows, columns, step in seen:
+        start = ids.index(token, place)
         parts.append((position + torch.arange(start - place)).expand(3, -1))
         position += start - place
         rows, columns = rows // merge, columns // merge
-        row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-        parts.append(position + torch.stack([torch.zeros_like(row), row, column]).flatten(1))
-        position += max(rows, columns)
-        place = start + rows * columns
+        axes = torch.arange(frames) * step, torch.arange(rows), torch.arange(columns)
+        parts.append(position + torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1))
+        position += max((frames - 1) * step + 1, rows, columns)
+        place = start + frames * rows * columns
     parts.append((position + torch.arange(len(ids) - place)).expand(3, -1))
     return torch.cat(parts, dim=1), position + len(ids) - place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -11,6 +12,7 @@ from omni_async_pipelines.sampling import read_config
 
 _MOST_ELONGATED = 200  # the processor's largest ratio of the longer to the shorter side
 _PUBLISHED_CONTEXT = 32_768  # the default of transformers, which a config.json may leave out
+PAIR = 2  # frames that become one frame of tokens
 
 
 class QwenOmniSampling(SamplingSpec, frozen=True, kw_only=True):
@@ -30,6 +32,37 @@ class QwenOmniSampling(SamplingSpec, frozen=True, kw_only=True):
         ),
     ] = 1.0
     system: Annotated[str | None, doc("The system message; null: the chat template's default.")] = None
+    video_fps: Annotated[
+        float,
+        doc("Frames a second that are read of a video: 2 divided by a whole number.", ge=0.01, most=PAIR),
+    ] = 2.0
+    video_frames: Annotated[
+        int,
+        doc(
+            "The most frames of a video. While one of a prompt's videos would have more, the distance between the"
+            " frames of all is doubled.",
+            ge=2,
+            most=768,
+        ),
+    ] = 32
+    video_pixels: Annotated[
+        int,
+        doc(
+            "The most pixels of a frame. Larger frames are reduced; transformers' processor then takes 128 to 768"
+            " tokens for each pair of frames.",
+            ge=784,
+            most=786_432,
+        ),
+    ] = 602_112
+
+    def __post_init__(self) -> None:
+        if not math.isclose(PAIR / self.video_fps, PAIR * self.video_step):
+            raise ValueError(f"video_fps: expected 2 divided by a whole number, got {self.video_fps:g}")
+
+    @property
+    def video_step(self) -> float:
+        """The seconds between two frames of a video: half a whole number, so that positions in time are exact."""
+        return round(PAIR / self.video_fps) / PAIR
 
     @property
     def most_tokens(self) -> int:

@@ -56,7 +56,7 @@ class DrawsTokens(nn.Module):
         return logits.float()
 
     def embed(self, ids: Tensor, media: Mapping[str, Tensor], given: Tensor) -> dict[str, Any]:
-        """Return the language model's arguments for tokens, with images and audio in their places.
+        """Return the language model's arguments for tokens, with images, videos and audio in their places.
 
         Args:
             ids: (B, L) int64.
@@ -66,18 +66,28 @@ class DrawsTokens(nn.Module):
         if "input_features" in media:
             sounds = self._audio_features(media["input_features"], media["audio_lengths"]).to(embeds)
             embeds = embeds.masked_scatter((given & (ids == self.config.audio_token_id))[..., None], sounds)
-        if "pixel_values" not in media:
+        seen = [
+            (given & (ids == token), self._visual_features(media[pixels], media[grids]).to(embeds))
+            for token, pixels, grids in (
+                (self.config.image_token_id, "pixel_values", "image_grid_thw"),
+                (self.config.video_token_id, "pixel_values_videos", "video_grid_thw"),
+            )
+            if pixels in media
+        ]
+        if not seen:
             return {"inputs_embeds": embeds}
-        features = self._image_features(media["pixel_values"], media["image_grid_thw"]).to(embeds)
-        images, *deep = features.split(embeds.shape[-1], dim=-1)
-        places = given & (ids == self.config.image_token_id)
-        inputs: dict[str, Any] = {"inputs_embeds": embeds.masked_scatter(places[..., None], images)}
+        places = torch.stack([of for of, _ in seen]).any(0)
+        joint = embeds.new_empty(int(places.sum()), seen[0][1].shape[-1])  # of images and videos, in the row's order
+        for of, features in seen:
+            joint[of[places]] = features
+        first, *deep = joint.split(embeds.shape[-1], dim=-1)
+        inputs: dict[str, Any] = {"inputs_embeds": embeds.masked_scatter(places[..., None], first)}
         return inputs | ({"visual_pos_masks": places, "deepstack_visual_embeds": deep} if deep else {})
 
-    def _image_features(self, pixels: Tensor, grids: Tensor) -> Tensor:
-        """Return the features of images, one after the other, from the patches and the grid of each.
+    def _visual_features(self, pixels: Tensor, grids: Tensor) -> Tensor:
+        """Return the features of images or of videos, one after the other, from the patches and the grid of each.
 
-        Answers to one prompt repeat its images; the tower computes each image once."""
+        Answers to one prompt repeat its files; the tower computes each once."""
         patches = grids.prod(1).tolist()
         first, places = _distinct(pixels.split(patches))
         alone = torch.cat([pixels.split(patches)[image] for image in first])
@@ -99,7 +109,7 @@ class DrawsTokens(nn.Module):
         return torch.cat([of_each[place] for place in places])
 
     def tower(self, pixels: Tensor, grids: Tensor) -> Tensor:
-        """Return the tower's features (tokens, n H) of distinct images.
+        """Return the tower's features (tokens, n H) of distinct images or videos.
 
         The first H replace the tokens' embeddings. Further ones, if any, are added behind as many of the first layers.
         """

@@ -44,6 +44,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<|vision_bos|><|IMAGE|><|vision_eos|>"
+    "{% elif part['type'] == 'video' %}<|vision_bos|><|VIDEO|><|vision_eos|>"
     "{% elif part['type'] == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -82,7 +83,7 @@ def processor_parts(
     size = {"shortest_edge": side**2, "longest_edge": most_pixels}
     return {
         "image_processor": Qwen2VLImageProcessor(size=size, **images),
-        "video_processor": Qwen2VLVideoProcessor(size=size),
+        "video_processor": Qwen2VLVideoProcessor(size=size, patch_size=side // MERGE),
         "feature_extractor": WhisperFeatureExtractor(feature_size=MEL_BINS),
         "tokenizer": tiny.qwen2_tokenizer([*_ROLES, *corpus], vocab_size, **named),
     }

@@ -15,6 +15,8 @@ import soundfile
 from omni_async.cli import main
 from omni_async.data.preferences import PreferencePairs
 from omni_async.data.prompts import load_prompts
+from omni_async.media import Media
+from omni_async.records.write.images import write_media
 from tests.data.test_prompt_tables import png
 
 
@@ -40,12 +42,15 @@ def test_a_sound_table(capsys):
     ]
 
 
-def test_audio_is_decoded_and_counted(capsys):
-    soundfile.write("a.wav", np.zeros(800), 8000)
-    Path("p.jsonl").write_text('{"prompt": "a", "audio": "a.wav"}\n{"prompt": "b", "audio": "p.jsonl"}')
+@pytest.mark.parametrize("part", ["audio", "video"])
+def test_audio_and_videos_are_decoded_and_counted(capsys, part):
+    soundfile.write("a.audio.wav", np.zeros(800), 8000)
+    write_media(Media(video=np.zeros((2, 3, 32, 32), np.uint8), fps=2.0), Path("a.video"))
+    [file] = Path().glob(f"a.{part}*")
+    Path("p.jsonl").write_text(f'{{"prompt": "a", "{part}": "{file}"}}\n{{"prompt": "b", "{part}": "p.jsonl"}}')
     found = told(capsys, "check", "p.jsonl", code=1)
-    assert "p.jsonl:2: audio 'p.jsonl': the audio cannot be decoded" in found[0]
-    assert found[-1] == "rows that also have: audio 1"
+    assert f"p.jsonl:2: {part} 'p.jsonl': the {part} cannot be decoded" in found[0]
+    assert found[-1] == f"rows that also have: {part} 1"
 
 
 def test_what_a_run_refuses_and_what_is_probably_not_meant(capsys, folder):

@@ -27,7 +27,7 @@ from omni_async.data.media_files import read_media
 from omni_async.media import Media
 from omni_async.records.write.images import write_media
 from omni_async.runtime.driver.sample_files import _row
-from omni_async.types import Prompt, PromptAudio, PromptImage, Score
+from omni_async.types import Prompt, PromptAudio, PromptImage, PromptVideo, Score
 from tests.commands.scoring import judges
 from tests.runtime.runtime_world import write_world
 
@@ -173,7 +173,9 @@ def test_a_runs_table_gives_back_its_prompts(tmp_path):
     prompts = [Prompt(0, "a cat", "MEOW", {"metadata": 1, "video": 2, "reward": 3}), Prompt(1, "a dog", images=())]
     soundfile.write(carried.with_suffix(".wav"), np.zeros(800), 8000)
     heard = PromptAudio(str(carried.with_suffix(".wav")), "digest")
-    with_image = replace(prompts[1], images=(PromptImage(str(carried), "digest"),), audio=(heard,))
+    [watched] = write_media(Media(video=np.zeros((2, 3, 32, 32), np.uint8), fps=2), carried.with_suffix(""))
+    files = {"images": (PromptImage(str(carried), "digest"),), "video": (PromptVideo(str(watched), "digest"),)}
+    with_image = replace(prompts[1], audio=(heard,), **files)
     sound = np.zeros((2, 8000), np.float32)
     film = Media(video=np.full((3, 3, 32, 32), 9, np.uint8), fps=8, audio=sound, sample_rate=8000)
     media = [Media(image=np.full((3, 4, 4), 5, np.uint8)), film]
@@ -186,8 +188,8 @@ def test_a_runs_table_gives_back_its_prompts(tmp_path):
     with pytest.raises(ConfigError, match=r"train-000001.jsonl:2: image: '\S+007.png' leads out of its folder; copy"):
         find_samples([run], 100)
     found = find_samples([run], 100, [carried.parent])
-    assert [replace(one.prompt, images=(), audio=()) for one in found] == prompts
-    assert [file.path for file in (*found[1].prompt.images, *found[1].prompt.audio)] == [str(carried), heard.path]
+    assert [replace(one.prompt, images=(), audio=(), video=()) for one in found] == prompts
+    assert [file.path for file in found[1].prompt.files] == [str(carried), str(watched), heard.path]
     again = [read_media(one.files) for one in found]
     assert np.array_equal(again[0].image, media[0].image) and np.array_equal(again[1].audio, film.audio)
     assert again[1].fps == 8 and again[1].video.shape == film.video.shape

@@ -14,10 +14,11 @@ import soundfile
 from examples import brightness_server
 from omni_async.config import reward as sections
 from omni_async.data.audio_files import prompt_audio, read_prompt_audio
+from omni_async.data.image_files import digest_of
 from omni_async.rewards import registry, wire
 from omni_async.rewards.base import Outage, ScoreError, require_scores
 from omni_async.rewards.scorers.http import HttpScorer
-from omni_async.types import Prompt
+from omni_async.types import Prompt, PromptVideo
 from tests.rewards.judge_server import judging
 from tests.rewards.server.serving_world import MEDIA, PROMPTS, ROOT, served, write_scorers
 from tests.test_documented import blocks
@@ -153,14 +154,15 @@ class Listener:
         return [sum(float(read_prompt_audio(one, 8000).max()) for one in prompt.audio) for prompt in prompts]
 
 
-async def test_a_server_hears_the_audio_of_a_prompt(tmp_path):
+async def test_a_server_gets_the_audio_and_the_video_of_a_prompt(tmp_path):
     soundfile.write(tmp_path / "a.wav", np.linspace(0, 0.5, 800), 8000)
     one = prompt_audio(tmp_path / "a.wav", "a.wav")
-    prompts = [Prompt(0, "twice", audio=(one, one)), Prompt(1, "none")]
+    filmed = PromptVideo("a.mp4", digest_of(b"film"), b"film")
+    prompts = [Prompt(0, "twice", audio=(one, one), video=(filmed,)), Prompt(1, "none")]
     sent = [wire.sent_sample(MEDIA[0], prompt, None) for prompt in prompts]
     assert [wire.sample_of(one)[1].content for one in sent] == [prompt.content for prompt in prompts]
-    # A server of an earlier version gets its own messages while no prompt has audio.
-    assert "audio" not in msgspec.to_builtins(sent[1])["prompt"]
+    # A server of an earlier version gets its own messages while no prompt has audio or video.
+    assert not {"audio", "video"} & msgspec.to_builtins(sent[1])["prompt"].keys()
     many = msgspec.structs.replace(sent[0].prompt, audio=(b"",) * 17)
     asked = wire.Request(1, (msgspec.structs.replace(sent[0], prompt=many),))
     with pytest.raises(wire.WireError, match="length <= 16"):

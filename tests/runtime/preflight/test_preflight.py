@@ -85,7 +85,7 @@ def test_prompts_are_held_out_or_reported_as_shared(tmp_path):
     [
         ({"negative_prompt": "blur"}, 1.0, "negative_prompt: the samples have no unconditional branch; raise the guid"),
         ({"negative_prompt": 7}, 4.0, "negative_prompt: expected a string, got 7"),
-        ({"video": "a.mp4"}, 4.0, "video: the prompt names one, but model.pipeline 'qwen_image' takes none; leave the"),
+        ({"video": "a.mp4"}, 4.0, "video: the prompt has 1, but model.pipeline 'qwen_image' takes none; leave the col"),
         ({"image": "a.png"}, 4.0, "takes none; leave the column out with data.columns.image=null"),
         ({"audio": "a.wav"}, 4.0, "audio: the prompt has 1, but model.pipeline 'qwen_image' takes none; leave the col"),
         ({"negative_prompt": "blur"}, 4.0, None),
