@@ -357,10 +357,10 @@ class VllmEngine:
     async def _abort(self) -> None:
         """Abort all answers, and wait until vLLM has ended them. They keep the tokens that have arrived."""
         vllm = self._require_open()
-        for answer in self._running.values():
-            answer.aborted = True
         while self._drawing:
             # More than once: vLLM does not know an answer yet whose submission has just begun.
+            for answer in self._running.values():
+                answer.aborted = True
             await vllm.abort(list(self._running))
             await asyncio.wait(self._drawing, timeout=_LOOK_S)
 

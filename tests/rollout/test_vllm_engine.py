@@ -232,9 +232,10 @@ def test_a_long_prompt_is_computed_again_by_each_version(run, engine, policy, mo
 def test_adapters_are_merged(run, engine, policy, models):
     base, generator = trained(policy, models[0]), torch.Generator().manual_seed(1)
     components = policy.load_components(torch.float32)
-    for version in (1, 2):  # the second must not add to the first
+    # Every version replaces the one before, also where it adapts other layers.
+    for version, adapted in enumerate(("q_proj.weight", "q_proj.weight", "layers.0.mlp.down_proj.weight"), 1):
         pieces = {}
-        for name in [name for name in base if name.endswith("q_proj.weight")]:
+        for name in [name for name in base if name.endswith(adapted)]:
             rows, columns = base[name].shape
             module = name.removesuffix(".weight")
             pieces[f"{module}.lora_A.weight"] = torch.randn(2, columns, generator=generator)
@@ -244,7 +245,7 @@ def test_adapters_are_merged(run, engine, policy, models):
     for name, weight in merged_weights(base, pieces, scale=2.0):
         trained(policy, components)[name].copy_(weight)
     for request, one in zip(asked(4), run(together(engine, asked(4))), strict=True):
-        check_answer(policy, request, one, whole(policy, {2: components}, request, one), BOUND)
+        check_answer(policy, request, one, whole(policy, {3: components}, request, one), BOUND)
 
 
 def test_answers_depend_on_their_seeds(run, engine):

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -297,9 +298,9 @@ def test_experts_reach_vllm_under_the_checkpoint_s_names(tmp_path):
     weights = trained(policy, policy.load_components(torch.float32))
     worker = TokenWorkerExtension()
     worker.base_weights = _Checkpoint(tmp_path / "tiny", policy.components, policy.frozen, torch.float32)
-    worker.fused = qwen3_omni.FAMILY.fused
+    worker.fused, worker.changed = qwen3_omni.FAMILY.fused, set()
     assert weights.keys() != worker.base_weights.keys(), "experts are fused"
-    found = dict(worker._weights_of(Staged(*publish(1, weights), staged_s=0.0)))
+    found = dict(worker._weights_of(Staged(*publish(1, weights), staged_s=0.0))[0])
     assert found.keys() == worker.base_weights.keys()
     assert all(torch.equal(weight, worker.base_weights[name]) for name, weight in found.items())
 
@@ -307,3 +308,49 @@ def test_experts_reach_vllm_under_the_checkpoint_s_names(tmp_path):
     for wrong in (weights[experts][:-1], weights[experts][:, :-2]):
         with pytest.raises(ValueError, match="weights of version 2 do not fit the model"):
             worker._weights_of(Staged(*publish(2, weights | {experts: wrong.contiguous()}), staged_s=0.0))
+
+
+def test_adapters_read_the_checkpoint_of_their_modules_alone(monkeypatch):
+    """And of those that the version before them changed, which are the checkpoint's again."""
+    worker, reads = TokenWorkerExtension(), list[str]()
+    checkpoint = Path(__file__).parents[2] / "recipes/quickstart/read_digits/checkpoint"
+    worker.base_weights = _Checkpoint(checkpoint, ("thinker",), ("thinker.visual",), torch.float32)
+    worker.fused, worker.changed = (), set()
+    shapes, read = worker.base_weights.shapes(), _Checkpoint.__getitem__
+
+    def counting(self: _Checkpoint, name: str) -> torch.Tensor:
+        reads.append(name)
+        return read(self, name)
+
+    monkeypatch.setattr(_Checkpoint, "__getitem__", counting)
+
+    def swapped(version: int, *modules: str) -> set[str]:
+        """Returns the modules whose weights were read, each once, for adapters of these modules."""
+        reads.clear()
+        pieces = {}
+        for module in modules:
+            rows, columns = shapes[f"{module}.weight"]
+            pieces |= {
+                f"{module}.lora_A.weight": torch.ones(1, columns),
+                f"{module}.lora_B.weight": torch.ones(rows, 1),
+            }
+        published = publish(version, pieces, lora={"rank": 1, "alpha": 1.0})
+        weights, _ = worker._weights_of(Staged(*published, staged_s=0.0))
+        assert not reads, "before anything is written"
+        changed = dict(weights)
+        assert sorted(reads) == sorted(changed) and len(set(reads)) == len(reads)
+        base = {name: read(worker.base_weights, name) for name in changed}
+        adapted = {f"{module}.weight" for module in modules}
+        assert {name for name, weight in changed.items() if not torch.equal(weight, base[name])} == adapted
+        return {name.rsplit(".", 2)[0] for name in reads}
+
+    layers = [f"thinker.model.layers.{number}" for number in range(2)]
+    attention, mlp = f"{layers[0]}.self_attn", f"{layers[1]}.mlp"
+    assert swapped(1, f"{attention}.q_proj", f"{attention}.o_proj") == {attention}
+    assert swapped(2, f"{attention}.q_proj") == {attention}
+    assert swapped(3, f"{mlp}.up_proj") == {attention, mlp}
+    assert swapped(4, f"{mlp}.up_proj") == {mlp}
+    full = {name: read(worker.base_weights, name) for name in shapes}
+    worker._weights_of(Staged(*publish(5, full), staged_s=0.0))
+    swapped(6, f"{mlp}.up_proj")
+    assert len(reads) == len(shapes)
