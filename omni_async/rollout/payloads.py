@@ -5,8 +5,9 @@ in."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -118,3 +119,18 @@ def lora_scale(manifest: WeightManifest) -> float:
     if "alpha" in lora and "rank" in lora:
         return float(lora["alpha"]) / float(lora["rank"])
     raise ValueError(f"the LoRA payload of version {manifest.version} has neither a scale nor alpha and rank: {lora}")
+
+
+def in_shared_memory(buckets: Sequence[np.ndarray]) -> list[int]:
+    """Copy buckets into memory that another process can open by path. Return open files."""
+    files: list[int] = []
+    try:
+        for bucket in buckets:
+            files.append(os.memfd_create("omni_async_version"))
+            with open(files[-1], "wb", closefd=False) as file:
+                file.write(bucket.data)
+    except BaseException:
+        for file_number in files:
+            os.close(file_number)
+        raise
+    return files

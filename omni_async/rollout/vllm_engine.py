@@ -3,6 +3,10 @@
 vLLM owns the batches. Answers arrive token by token. A swap pauses vLLM between two tokens, loads the version and
 resumes; no answer is lost. Keys and values of the tokens before a swap are kept or computed again.
 
+Where vLLM cannot pause, a swap aborts all answers. Each is then submitted again: its prompt and its tokens so far are
+the new prompt, and the rest of its tokens remain to be drawn. Tokens that vLLM sampled and had not yet sent are drawn
+again, whatever they were, so their loss does not change the distribution of answers.
+
 vLLM reports no versions. After the pause the worker counts the tokens of every answer, and the engine waits until it
 has received as many: these have the old version, and all later ones the new version.
 """
@@ -10,11 +14,11 @@ has received as many: these have the old version, and all later ones the new ver
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
-from collections.abc import Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Coroutine, Hashable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -23,12 +27,13 @@ from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import is_cancelled
 from omni_async.config.redact import one_line
 from omni_async.plugins.families import PipelineFamily
-from omni_async.rollout.answers import check_log_probs, check_request, prepared_bytes, trajectory
+from omni_async.rollout.answers import check_log_probs, prepared_bytes, trajectory
 from omni_async.rollout.base import EngineError, StagedVersion, Trajectory
-from omni_async.rollout.payloads import Staged, take_in
+from omni_async.rollout.payloads import Staged, in_shared_memory, take_in
 from omni_async.rollout.push_check import PushCheck
 from omni_async.rollout.recent import Recent
 from omni_async.rollout.stepping import prompt_key
+from omni_async.rollout.vllm_answer import Answer, check_drawable
 from omni_async.rollout.vllm_start import set_environment, start_vllm
 from omni_async.tokens.policy import Prepared, ReadByVllm, load_token_policy
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
@@ -38,8 +43,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_COLDEST = 0.01  # vLLM raises lower temperatures to this one
-_COUNT_S = 0.001  # between two looks at the number of received tokens
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.001  # between two looks at the answers that a swap waits for
 
 
 class _Ready(NamedTuple):
@@ -47,20 +53,6 @@ class _Ready(NamedTuple):
 
     prompt: Prepared
     rendered: Mapping[str, Any]
-
-
-@dataclass(eq=False)
-class _Answer:
-    """An answer so far. `versions` are known up to the last swap."""
-
-    request: SampleRequest
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    def drawn_by(self, version: int) -> None:
-        """Assign the version to all tokens that have none."""
-        self.versions += [version] * (len(self.tokens) - len(self.versions))
 
 
 class VllmEngine:
@@ -101,13 +93,14 @@ class VllmEngine:
         self._version = 0
         self._serial = 0
         self._agreed = False  # whether vLLM has read a prompt as the trainer does
+        self._pauses = True  # whether vLLM can pause between two tokens, as far as known
         self._staged: StagedVersion[Staged] = StagedVersion(name)
         self._push_check = PushCheck(name, policy, dtype)
         self._prompts: Recent[Hashable, _Ready] = Recent(
             conditioning_bytes,
             lambda ready: 2 * prepared_bytes(ready.prompt),  # vLLM's form has the same tensors once more
         )
-        self._running: dict[str, _Answer] = {}
+        self._running: dict[str, Answer] = {}
         self._drawing: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(max_batch)
         self._preparing, self._swapping = asyncio.Lock(), asyncio.Lock()
@@ -178,7 +171,7 @@ class VllmEngine:
     # ---- answers -----------------------------------------------------------------------------------------------------
 
     async def generate(self, request: SampleRequest) -> Trajectory:
-        self._check(request)
+        check_drawable(request)
         self._require_open()
         ready, new = await self._prepared(request)
 
@@ -186,24 +179,11 @@ class VllmEngine:
             await self._push_check.once(lambda limit: self._greedy(request, ready, limit), ready.prompt, self._end)
 
         await check()
-        answer = await self._drawn(request, ready, temperature=request.spec.temperature, seed=request.seed % 2**63)
+        answer = await self._drawn(request, ready)
         if answer.versions[-1] > 0:  # the first push came while it was drawn
             await check()
         drawn = answer.tokens, answer.log_probs, answer.versions
         return trajectory(self._policy, request, ready.prompt, *drawn, encoded=int(new))
-
-    def _check(self, request: SampleRequest) -> None:
-        check_request(request)
-        spec = request.spec
-        if getattr(spec, "top_p", 1.0) < 1.0 or getattr(spec, "top_k", 0) > 0:
-            raise ValueError(
-                "rollout.sampling: top_p and top_k draw from another distribution than the trainer's; expected"
-                " top_p = 1 and top_k = 0"
-            )
-        if spec.temperature < _COLDEST:
-            raise ValueError(
-                f"rollout.sampling.temperature: vLLM draws at {_COLDEST} at least, got {spec.temperature:g}"
-            )
 
     async def _prepared(self, request: SampleRequest) -> tuple[_Ready, bool]:
         """Return the request's prompt, and whether it was prepared for this request."""
@@ -248,56 +228,51 @@ class VllmEngine:
                 " rollout.engine_args.max_model_len"
             )
 
-    async def _greedy(self, request: SampleRequest, ready: _Ready, limit: int) -> _Answer:
+    async def _greedy(self, request: SampleRequest, ready: _Ready, limit: int) -> Answer:
         """Return an answer of the most probable tokens, within one version."""
+        most = min(limit, request.spec.most_tokens)
         # The slot first: a swap must not wait for the answers before this one.
         async with self._slots, self._swapping:
-            return await self._in_slot(request, ready, temperature=0.0, limit=limit)
+            return await self._in_slot(Answer(request, ready.rendered, self._policy.stop_tokens, most, 0.0))
 
-    async def _drawn(self, request: SampleRequest, ready: _Ready, **how: Any) -> _Answer:
+    async def _drawn(self, request: SampleRequest, ready: _Ready) -> Answer:
+        spec, seed = request.spec, request.seed % 2**63
+        answer = Answer(request, ready.rendered, self._policy.stop_tokens, spec.most_tokens, spec.temperature, seed)
         # Without this bound requests would wait in vLLM during a swap, and then use keys and values of the old version.
         async with self._slots:
-            return await self._in_slot(request, ready, **how)
+            return await self._in_slot(answer)
 
-    async def _in_slot(self, request: SampleRequest, ready: _Ready, limit: int | None = None, **how: Any) -> _Answer:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        parameters = SamplingParams(
-            max_tokens=min(request.spec.most_tokens, limit or request.spec.most_tokens),
-            logprobs=0,  # of the drawn token alone
-            # Nothing ends an answer but the policy's stop tokens.
-            ignore_eos=True,
-            stop_token_ids=list(self._policy.stop_tokens),
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-            **how,
-        )
-        await self._resumed.wait()
-        self._require_open()
-        self._serial += 1
-        name = f"{request.sample_id}.{self._serial}"
-        answer = self._running[name] = _Answer(request)
-        task = asyncio.create_task(self._receive(name, answer, ready, parameters))
-        self._drawing.add(task)
-        try:
-            await task
-        except asyncio.CancelledError:
-            if self._ended is None or is_cancelled():
-                raise
-            raise EngineError(str(self._ended)) from None
-        finally:
-            self._drawing.discard(task)
-            del self._running[name]
-        answer.drawn_by(self._version)
+    async def _in_slot(self, answer: Answer) -> Answer:
+        """Submit the answer to vLLM, and again after every swap that aborts it, until it is whole."""
+        sample = answer.request.sample_id
+        while not answer.is_whole:
+            await self._resumed.wait()
+            self._require_open()
+            self._serial += 1
+            name = f"{sample}.{self._serial}"
+            self._running[name], answer.aborted = answer, False
+            task = asyncio.create_task(self._receive(name, answer))
+            self._drawing.add(task)
+            try:
+                await task
+            except asyncio.CancelledError:
+                if self._ended is None or is_cancelled():
+                    raise
+                raise EngineError(str(self._ended)) from None
+            finally:
+                self._drawing.discard(task)
+                del self._running[name]
+            answer.drawn_by(self._version)
+            if not (answer.is_whole or answer.aborted):
+                ended = f"vLLM ended {sample} after {len(answer.tokens)} of {answer.most} tokens, without a stop token"
+                raise EngineError(f"{self.name}: {ended}")
         return answer
 
-    async def _receive(self, name: str, answer: _Answer, ready: _Ready, parameters: Any) -> None:
+    async def _receive(self, name: str, answer: Answer) -> None:
         """Append the tokens of an answer as they arrive."""
         from vllm.exceptions import VLLMClientError
 
-        # Keys and values of a version are reused within it alone.
-        prompt = {**ready.rendered, "cache_salt": str(self._version)}
+        prompt, parameters = answer.rest(self._version)
         try:
             async with aclosing(self._require_open().generate(prompt, parameters, name)) as updates:
                 async for update in updates:
@@ -314,8 +289,6 @@ class VllmEngine:
         except Exception as error:
             reason = f"{type(error).__name__}: {one_line(str(error), 500)}"
             raise EngineError(f"{self.name}: sample {answer.request.sample_id}: {reason}") from error
-        if not answer.tokens:
-            raise EngineError(f"{self.name}: sample {answer.request.sample_id}: vLLM returned no tokens")
 
     # ---- versions ----------------------------------------------------------------------------------------------------
 
@@ -340,25 +313,57 @@ class VllmEngine:
     async def _swap_in(self, staged: Staged) -> tuple[str | None, float]:
         """Load a version between two tokens. Return why it does not fit, or None, and the seconds of the pause."""
         vllm, manifest = self._require_open(), staged.manifest
-        files = await in_daemon_thread(_in_shared_memory, staged.buckets)
+        files = await in_daemon_thread(in_shared_memory, staged.buckets)
         try:
             started = time.perf_counter()
             self._resumed.clear()
-            await self._within("pause", vllm.pause_generation(mode="keep", clear_cache=self._recompute))
+            if not (paused := await self._paused()):
+                await self._within("abort", self._abort())
             # The worker opens the memory by these names; it is freed when nobody has it open, however we end.
             paths = [f"/proc/{os.getpid()}/fd/{file}" for file in files]
             answer = await self._call("swap_version", msgspec.msgpack.encode(manifest), paths)
             if answer["refused"] is None:
-                await self._within("tokens before the swap", self._until_received(answer["drawn"]))
+                if paused:
+                    await self._within("tokens before the swap", self._until_received(answer["drawn"]))
                 for running in self._running.values():
                     running.drawn_by(self._version)
                 self._version = manifest.version
                 self._push_check.pushed(staged)
-            await self._within("resume", vllm.resume_generation())
+            if paused:
+                await self._within("resume", vllm.resume_generation())
             return answer["refused"], time.perf_counter() - started
         finally:
             for file in files:
                 os.close(file)
+
+    async def _paused(self) -> bool:
+        """Pause vLLM between two tokens. Return False if it cannot; it is not asked again."""
+        vllm = self._require_open()
+
+        async def pause() -> None:  # another vLLM may lack the function or its arguments
+            await vllm.pause_generation(mode="keep", clear_cache=self._recompute)
+
+        if self._pauses:
+            try:
+                await self._within("pause", pause())
+            except EngineError as error:
+                if isinstance(error.__cause__, TimeoutError):  # it may pause later
+                    raise
+                if hasattr(vllm, "resume_generation"):  # the failed pause may have stopped it
+                    await self._within("resume", vllm.resume_generation())
+                self._pauses = False
+                logger.warning("%s; swaps abort all answers from now on and submit them again, as kv: recompute", error)
+        return self._pauses
+
+    async def _abort(self) -> None:
+        """Abort all answers, and wait until vLLM has ended them. They keep the tokens that have arrived."""
+        vllm = self._require_open()
+        while self._drawing:
+            # More than once: vLLM does not know an answer yet whose submission has just begun.
+            for answer in self._running.values():
+                answer.aborted = True
+            await vllm.abort(list(self._running))
+            await asyncio.wait(self._drawing, timeout=_LOOK_S)
 
     async def _until_received(self, drawn: Mapping[str, int]) -> None:
         """Wait until every answer has as many tokens as the worker drew for it before the pause.
@@ -371,19 +376,4 @@ class VllmEngine:
                 return
             if ahead := [name for name, count in counts.items() if count > drawn.get(name, count)]:
                 raise EngineError(f"{self.name}: vLLM's worker counts fewer tokens of {ahead[0]} than it sent")
-            await asyncio.sleep(_COUNT_S)
-
-
-def _in_shared_memory(buckets: Sequence[np.ndarray]) -> list[int]:
-    """Copy buckets into memory that another process can open by path. Return open files."""
-    files: list[int] = []
-    try:
-        for bucket in buckets:
-            files.append(os.memfd_create("omni_async_version"))
-            with open(files[-1], "wb", closefd=False) as file:
-                file.write(bucket.data)
-    except BaseException:
-        for file_number in files:
-            os.close(file_number)
-        raise
-    return files
+            await asyncio.sleep(_LOOK_S)

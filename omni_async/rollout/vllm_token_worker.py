@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from omni_async.rollout.payloads import Staged, lora_scale
+from omni_async.rollout.payloads import Staged, adapted_weights, lora_scale
 from omni_async.rollout.upload import Upload
 from omni_async.rollout.vllm_start import ENGINE, end_with
 from omni_async.training.loading import open_tensors
@@ -40,6 +41,7 @@ class TokenWorkerExtension:
     base_weights: _Checkpoint
     fused: Fused
     frozen_prefixes: Sequence[str]
+    changed: set[str]  # prefixes of the weights that may differ from the checkpoint's
 
     def begin_versions(
         self, path: str, components: Sequence[str], frozen: Sequence[str], fused: Fused
@@ -53,11 +55,10 @@ class TokenWorkerExtension:
             fused: `PipelineFamily.fused`."""
         self.fused = fused
         self.base_weights = _Checkpoint(Path(path), components, frozen, self.vllm_config.model_config.dtype)
-        mapper = getattr(self.model_runner.get_model(), "hf_to_vllm_mapper", None)
-        prefixes = [f"{prefix}." for prefix in frozen]
-        self.frozen_prefixes = prefixes if mapper is None else mapper.apply_list(prefixes)
+        self.frozen_prefixes = self._in_vllm([f"{prefix}." for prefix in frozen])
+        self.changed = set()
         if fused:  # a form of experts that cannot be loaded again ends the engine now, not after the first update
-            self._load(iter(self.base_weights.items()), version=0)
+            self._load(iter(self.base_weights.items()), {""}, version=0)
         return {"weights": len(self.base_weights)}
 
     def swap_version(self, manifest: bytes, buckets: Sequence[str]) -> dict[str, Any]:
@@ -73,36 +74,51 @@ class TokenWorkerExtension:
         about = msgspec.msgpack.decode(manifest, type=WeightManifest)
         staged = Staged(about, [np.memmap(bucket, np.uint8, mode="r") for bucket in buckets], staged_s=0.0)
         try:
-            weights = self._weights_of(staged)
+            weights, prefixes = self._weights_of(staged)
         except ValueError as error:
             return {"refused": str(error)}
-        self._load(weights, about.version)
+        self._load(weights, prefixes, about.version)
         return {"refused": None, "swap_s": time.perf_counter() - started, "drawn": self._drawn()}
 
-    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load all weights. Raises RuntimeError if a parameter was left out."""
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], prefixes: set[str], version: int) -> None:
+        """Load all weights with one of these prefixes. Raises RuntimeError if a parameter was left out."""
         # vLLM's `reload_weights` would also empty the worker's cache of images, and the scheduler would still count on
         # it: the next request with a cached image would end the engine.
-        model = self.model_runner.get_model()
+        model, config = self.model_runner.get_model(), self.model_runner.model_config
+        paths = [prefix.removesuffix(".") for prefix in self._in_vllm(prefixes)]
+        modules = {path: model.get_submodule(path) for path in paths}
         with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(model)
+            for module in modules.values():
+                initialize_layerwise_reload(module)
             loaded = model.load_weights(weights)
-            finalize_layerwise_reload(model, self.model_runner.model_config)
-        unloaded = {name for name, _ in model.named_parameters()} - set(loaded)
+            for module in modules.values():
+                finalize_layerwise_reload(module, config)
+        expected = {name for path, module in modules.items() for name, _ in module.named_parameters(path)}
+        unloaded = expected - set(loaded)
         missing = sorted(name for name in unloaded if not name.startswith(tuple(self.frozen_prefixes)))
         if missing:
             raise RuntimeError(f"version {version}: {len(missing)} weights were not loaded, such as {missing[0]}")
 
-    def _weights_of(self, staged: Staged) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return all weights of a version. Raises ValueError if names or shapes do not fit."""
+    def _in_vllm(self, prefixes: Iterable[str]) -> list[str]:
+        """Return vLLM's names of the checkpoint's prefixes; "" is the whole model."""
+        mapper = getattr(self.model_runner.get_model(), "hf_to_vllm_mapper", None)
+        return list(prefixes) if mapper is None else mapper.apply_list(list(prefixes))
+
+    def _weights_of(self, staged: Staged) -> tuple[Iterator[tuple[str, torch.Tensor]], set[str]]:
+        """Return the weights to load for a version, and the prefixes of their names; note which it changes.
+
+        Raises ValueError if names or shapes do not fit."""
+        published = as_published(self.base_weights.shapes(), staged.manifest, self.fused)
+        weights = staged.weights(published, {}, Upload("cpu"))  # of adapters, it only refuses unknown names
+        before = self.changed
         if staged.manifest.payload == "full":
-            published = as_published(self.base_weights.shapes(), staged.manifest, self.fused)
-            return _apart(staged.weights(published, {}, Upload("cpu")), self.fused)
-        # It refuses unknown names.
-        staged.weights(self.base_weights, {}, Upload("cpu"))
-        # vLLM makes a layer anew of all its weights, adapted or not.
+            self.changed = {""}
+            return _apart(weights, self.fused), {""}
+        # vLLM makes a layer anew of all its weights, adapted or not, and the layers of one module may be one in vLLM.
         adapters = dict(unpack(staged.manifest, staged.buckets))
-        return merged_weights(self.base_weights, adapters, lora_scale(staged.manifest))
+        self.changed = {name.rsplit(".", 2)[0] + "." for name in adapted_weights(adapters)}
+        prefixes = self.changed | before
+        return merged_weights(self.base_weights.within(prefixes), adapters, lora_scale(staged.manifest)), prefixes
 
     def _drawn(self) -> dict[str, int]:
         """Return the number of tokens of each request. vLLM appends a dash and random characters to its name."""
@@ -149,6 +165,12 @@ class _Checkpoint(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._stored[name][...]
         return tensor.to(self._dtype)
+
+    def within(self, prefixes: Iterable[str]) -> _Checkpoint:
+        """Return the weights with one of these prefixes, unread."""
+        found = copy(self)
+        found._stored = {name: one for name, one in self._stored.items() if name.startswith(tuple(prefixes))}
+        return found
 
     def shapes(self) -> dict[str, Sequence[int]]:
         return {name: stored.get_shape() for name, stored in self._stored.items()}

@@ -80,9 +80,9 @@ def world(policy: TalkativeThinker) -> Iterator[SimpleNamespace]:
 
 @pytest.fixture
 def run(world: SimpleNamespace, policy: TalkativeThinker, models: Models) -> Iterator[Any]:
-    """Runs coroutines; afterwards the engine has the checkpoint's weights and keeps keys and values."""
+    """Runs coroutines; afterwards the engine has the checkpoint's weights, pauses, and keeps keys and values."""
     yield world.run
-    world.engine._recompute = False
+    world.engine._recompute, world.engine._pauses = False, True
     world.run(push(world.engine, policy, models, 0))
 
 
@@ -184,7 +184,31 @@ def test_answers_to_videos_agree_with_transformers(run, engine, policy, models, 
 
 
 @pytest.mark.thorough
-def test_no_answer_is_lost_in_100_swaps(run, engine, policy, models):
+def test_three_swaps_in_one_answer_without_pauses(run, engine, policy, models, monkeypatch, caplog):
+    """Every kind of prompt is submitted again with its images and its audio."""
+
+    async def pause_generation(*, wait_for_inflight_requests: bool = False) -> None:
+        raise AssertionError("it is not called")
+
+    monkeypatch.setattr(engine._vllm, "pause_generation", pause_generation)
+    swaps = [(count, push(engine, policy, models, version)) for version, count in enumerate((10, 22, 34), 1)]
+    made = run(swapping(engine, asked(), *swaps))
+    assert "unexpected keyword argument 'mode'" in caplog.text and caplog.text.count("abort all answers") == 1
+    spans = [[version for version, _ in one.versions.spans] for one in made]
+    assert all(len(set(of)) == len(of) for of in spans) and spans.count([0, 1, 2, 3]) >= 2
+    aborted = [one.prompt for one, of in zip(asked(), spans, strict=True) if len(of) > 1]
+    assert {(len(prompt.images), len(prompt.audio)) for prompt in aborted} == {(0, 0), (1, 0), (1, 1)}
+    for request, one in zip(asked(), made, strict=True):
+        check_answer(policy, request, one, whole(policy, models, request, one), BOUND)
+    for request, one in zip(asked(), run(together(engine, asked())), strict=True):
+        assert {*one.versions} == {3}
+        check_answer(policy, request, one, whole(policy, models, request, one), BOUND)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("pauses", "reference"), [(True, continued), (False, whole)])
+def test_no_answer_is_lost_in_100_swaps(run, engine, policy, models, pauses, reference):
+    engine._pauses = pauses
     pushed = {version: models[version % len(models)] for version in range(101)}
 
     async def draw(request: SampleRequest, swapping: asyncio.Task[None]) -> list[Trajectory]:
@@ -210,7 +234,7 @@ def test_no_answer_is_lost_in_100_swaps(run, engine, policy, models):
     for request, every in zip(asked(), made, strict=True):
         assert all(one.versions.num_steps == len(one.tensors["tokens"]) for one in every)
         longest = max(every, key=lambda one: len(one.versions.spans))
-        check_answer(policy, request, longest, continued(policy, pushed, request, longest), BOUND)
+        check_answer(policy, request, longest, reference(policy, pushed, request, longest), BOUND)
 
 
 def test_a_long_prompt_is_computed_again_by_each_version(run, engine, policy, models):
@@ -228,9 +252,10 @@ def test_a_long_prompt_is_computed_again_by_each_version(run, engine, policy, mo
 def test_adapters_are_merged(run, engine, policy, models):
     base, generator = trained(policy, models[0]), torch.Generator().manual_seed(1)
     components = policy.load_components(torch.float32)
-    for version in (1, 2):  # the second must not add to the first
+    # Every version replaces the one before, also where it adapts other layers.
+    for version, adapted in enumerate(("q_proj.weight", "q_proj.weight", "layers.0.mlp.down_proj.weight"), 1):
         pieces = {}
-        for name in [name for name in base if name.endswith("q_proj.weight")]:
+        for name in [name for name in base if name.endswith(adapted)]:
             rows, columns = base[name].shape
             module = name.removesuffix(".weight")
             pieces[f"{module}.lora_A.weight"] = torch.randn(2, columns, generator=generator)
@@ -240,7 +265,7 @@ def test_adapters_are_merged(run, engine, policy, models):
     for name, weight in merged_weights(base, pieces, scale=2.0):
         trained(policy, components)[name].copy_(weight)
     for request, one in zip(asked(4), run(together(engine, asked(4))), strict=True):
-        check_answer(policy, request, one, whole(policy, {2: components}, request, one), BOUND)
+        check_answer(policy, request, one, whole(policy, {3: components}, request, one), BOUND)
 
 
 def test_answers_depend_on_their_seeds(run, engine):

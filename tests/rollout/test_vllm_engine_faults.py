@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,12 +34,15 @@ class ReadByVllmToy(ToyTokenPolicy):
 
 
 class SmallVllm:
-    """Sends a token of each answer when `tick` is set; its worker counts what it has sent, and `unsent` more."""
+    """Sends the tokens that a test sends; its worker counts them. It learns of an answer once `admits` is set."""
 
     def __init__(self, policy: ToyTokenPolicy) -> None:
         self.model_config = SimpleNamespace(max_model_len=100, is_encoder_decoder=False)
         self.renderer = self
         self.policy = policy
+        self.admits = asyncio.Event()
+        self.admits.set()
+        self.submitted: dict[str, tuple[Any, Any]] = {}
         self.queues: dict[str, asyncio.Queue[Any]] = {}
         self.counts: dict[str, int] = {}
         self.calls: list[str] = []
@@ -48,18 +52,31 @@ class SmallVllm:
     async def render_cmpl_async(self, prompts: list[Any]) -> list[Any]:
         return [{"prompt_token_ids": self.policy.prepare(toy_prompt(0), SPEC).ids.tolist()}]
 
-    def send(self, name: str) -> None:
+    def send(self, name: str, token: int = 1) -> None:
         self.counts[name] = self.counts.get(name, 0) + 1
-        row = {1: SimpleNamespace(logprob=-1.0)}
-        self.queues[name].put_nowait(SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1], logprobs=[row])]))
+        row = {token: SimpleNamespace(logprob=-1.0)}
+        self.queues[name].put_nowait(SimpleNamespace(outputs=[SimpleNamespace(token_ids=[token], logprobs=[row])]))
 
     async def generate(self, prompt: Any, parameters: Any, name: str) -> AsyncIterator[Any]:
+        await self.admits.wait()
+        self.submitted[name] = prompt, parameters
         queue = self.queues[name] = asyncio.Queue()
         for _ in range(parameters.max_tokens):
             update = await queue.get()
             if isinstance(update, Exception):
                 raise update
+            if update is None:
+                break
             yield update
+            if update.outputs[0].token_ids[-1] in parameters.stop_token_ids:
+                break
+        del self.queues[name]
+
+    async def abort(self, names: list[str]) -> None:
+        self.calls.append("abort")
+        for name in names:
+            if name in self.queues:
+                self.queues[name].put_nowait(None)
 
     async def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -112,10 +129,19 @@ async def staged(engine: VllmEngine, version: int = 1) -> None:
 
 
 async def finish(tasks: list[asyncio.Task[Any]], vllm: SmallVllm) -> list[Any]:
-    for name in vllm.queues:
-        while vllm.counts[name] < SPEC.max_tokens:
-            vllm.send(name)
+    while not all(task.done() for task in tasks):
+        for name in vllm.queues:
+            if vllm.counts.get(name, 0) < vllm.submitted[name][1].max_tokens:
+                vllm.send(name)
+        await asyncio.sleep(0)
     return await asyncio.gather(*tasks)
+
+
+async def resumed(vllm: SmallVllm, *before: str) -> list[str]:
+    """Returns the names of all answers that vLLM has now, once there are others than before."""
+    while not set(vllm.queues) - {*before}:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    return list(vllm.queues)
 
 
 async def test_tokens_that_arrive_after_the_swap_have_the_version_that_drew_them(engine, vllm):
@@ -139,10 +165,91 @@ async def test_tokens_that_the_worker_does_not_count_end_the_engine(engine, vllm
     assert [type(one) for one in await asyncio.gather(*tasks, return_exceptions=True)] == [EngineError] * 2
 
 
+async def test_a_swap_aborts_answers_where_vllm_cannot_pause(engine, vllm, caplog):
+    vllm.fail = {"pause": ValueError("Invalid pause mode: keep")}
+    tasks = await begun(engine, vllm)
+    first = list(vllm.queues)
+    for version in (1, 2, 3):
+        names = list(vllm.queues)
+        for name in names[: version % 2 + 1]:  # they have arrived, and nobody has read them
+            vllm.send(name)
+        await staged(engine, version)
+        await engine.swap(version)
+        await resumed(vllm, *names)
+    made = await finish(tasks, vllm)
+    assert [one.versions.spans for one in made] == [((0, 2), (1, 1), (2, 1), (3, 2)), ((0, 2), (2, 1), (3, 3))]
+    assert all(one.media.tokens == SPEC.max_tokens == len(one.tensors["log_probs"]) for one in made)
+    assert vllm.calls == ["pause", "resume", *["abort", "swap_version"] * 3]
+    assert [record.getMessage() for record in caplog.records] == [
+        "engine: pause: ValueError: Invalid pause mode: keep; swaps abort all answers from now on and submit them"
+        " again, as kv: recompute"
+    ]
+    asked = {name: vllm.submitted[name] for name in vllm.submitted}
+    ids = asked[first[0]][0]["prompt_token_ids"]
+    rows = [
+        (len(prompt["prompt_token_ids"]) - len(ids), parameters.max_tokens) for prompt, parameters in asked.values()
+    ]
+    assert rows == [(0, 6), (0, 6), (2, 4), (2, 4), (3, 3), (2, 4), (4, 2), (3, 3)]
+    assert [prompt["cache_salt"] for prompt, _ in asked.values()] == [*"00112233"]
+    assert all(prompt["prompt_token_ids"][: len(ids)] == ids for prompt, _ in asked.values())
+
+
+async def test_a_continued_answer_has_random_numbers_of_another_seed(engine, vllm):
+    engine._pauses = False
+    tasks = await begun(engine, vllm, 1)
+    for version in (1, 2):
+        names = list(vllm.queues)
+        await staged(engine, version)
+        await engine.swap(version)
+        await resumed(vllm, *names)
+    await finish(tasks, vllm)
+    seeds = [parameters.seed for _, parameters in vllm.submitted.values()]
+    assert seeds[0] == 1000 != seeds[1] == seeds[2], "a seed for each number of tokens"
+
+
+async def test_an_answer_that_has_ended_at_its_abort_is_not_submitted_again(engine, vllm):
+    engine._pauses = False
+    tasks = await begun(engine, vllm, 3)
+    full, stopped, _ = vllm.queues
+    for _ in range(SPEC.max_tokens - 1):
+        vllm.send(full)
+    vllm.send(stopped, vllm.policy.stop_tokens[0])
+    await staged(engine)
+    await engine.swap(1)
+    made = await finish(tasks, vllm)
+    assert len(vllm.submitted) == 4
+    assert [one.versions.spans for one in made] == [((0, 6),), ((0, 2),), ((0, 1), (1, 5))]
+    assert [one.media.finish for one in made] == ["length", "stop", "length"]
+
+
+async def test_a_swap_waits_for_a_submission_that_vllm_does_not_know_yet(engine, vllm):
+    engine._pauses = False
+    vllm.admits.clear()
+    task = asyncio.create_task(engine.generate(make_request(toy_prompt(0), SPEC)))
+    while not engine._drawing:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await staged(engine)
+    swap = asyncio.create_task(engine.swap(1))
+    while vllm.calls.count("abort") < 3:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    vllm.admits.set()
+    await swap
+    [made] = await finish([task], vllm)
+    assert made.versions.spans == ((1, 6),) and len(vllm.submitted) == 2
+
+
+async def test_an_answer_that_vllm_cuts_short_is_an_error(engine, vllm):
+    [task] = await begun(engine, vllm, 1)
+    await vllm.abort(list(vllm.queues))
+    with pytest.raises(EngineError, match=r"vLLM ended g0\.s0 after 1 of 6 tokens, without a stop token"):
+        await task
+
+
 @pytest.mark.parametrize("step", ["pause", "swap_version", "resume"])
 async def test_a_swap_that_fails_half_way_ends_the_engine(engine, vllm, step):
     tasks = await begun(engine, vllm)
-    vllm.fail = {step: RuntimeError("Worker failed with error 'no memory'")}
+    failure = TimeoutError if step == "pause" else RuntimeError
+    vllm.fail = {step: failure("Worker failed with error 'no memory'")}
     await staged(engine)
     with pytest.raises(EngineError, match="no memory"):
         await engine.swap(1)
@@ -191,9 +298,9 @@ def test_experts_reach_vllm_under_the_checkpoint_s_names(tmp_path):
     weights = trained(policy, policy.load_components(torch.float32))
     worker = TokenWorkerExtension()
     worker.base_weights = _Checkpoint(tmp_path / "tiny", policy.components, policy.frozen, torch.float32)
-    worker.fused = qwen3_omni.FAMILY.fused
+    worker.fused, worker.changed = qwen3_omni.FAMILY.fused, set()
     assert weights.keys() != worker.base_weights.keys(), "experts are fused"
-    found = dict(worker._weights_of(Staged(*publish(1, weights), staged_s=0.0)))
+    found = dict(worker._weights_of(Staged(*publish(1, weights), staged_s=0.0))[0])
     assert found.keys() == worker.base_weights.keys()
     assert all(torch.equal(weight, worker.base_weights[name]) for name, weight in found.items())
 
@@ -201,3 +308,49 @@ def test_experts_reach_vllm_under_the_checkpoint_s_names(tmp_path):
     for wrong in (weights[experts][:-1], weights[experts][:, :-2]):
         with pytest.raises(ValueError, match="weights of version 2 do not fit the model"):
             worker._weights_of(Staged(*publish(2, weights | {experts: wrong.contiguous()}), staged_s=0.0))
+
+
+def test_adapters_read_the_checkpoint_of_their_modules_alone(monkeypatch):
+    """And of those that the version before them changed, which are the checkpoint's again."""
+    worker, reads = TokenWorkerExtension(), list[str]()
+    checkpoint = Path(__file__).parents[2] / "recipes/quickstart/read_digits/checkpoint"
+    worker.base_weights = _Checkpoint(checkpoint, ("thinker",), ("thinker.visual",), torch.float32)
+    worker.fused, worker.changed = (), set()
+    shapes, read = worker.base_weights.shapes(), _Checkpoint.__getitem__
+
+    def counting(self: _Checkpoint, name: str) -> torch.Tensor:
+        reads.append(name)
+        return read(self, name)
+
+    monkeypatch.setattr(_Checkpoint, "__getitem__", counting)
+
+    def swapped(version: int, *modules: str) -> set[str]:
+        """Returns the modules whose weights were read, each once, for adapters of these modules."""
+        reads.clear()
+        pieces = {}
+        for module in modules:
+            rows, columns = shapes[f"{module}.weight"]
+            pieces |= {
+                f"{module}.lora_A.weight": torch.ones(1, columns),
+                f"{module}.lora_B.weight": torch.ones(rows, 1),
+            }
+        published = publish(version, pieces, lora={"rank": 1, "alpha": 1.0})
+        weights, _ = worker._weights_of(Staged(*published, staged_s=0.0))
+        assert not reads, "before anything is written"
+        changed = dict(weights)
+        assert sorted(reads) == sorted(changed) and len(set(reads)) == len(reads)
+        base = {name: read(worker.base_weights, name) for name in changed}
+        adapted = {f"{module}.weight" for module in modules}
+        assert {name for name, weight in changed.items() if not torch.equal(weight, base[name])} == adapted
+        return {name.rsplit(".", 2)[0] for name in reads}
+
+    layers = [f"thinker.model.layers.{number}" for number in range(2)]
+    attention, mlp = f"{layers[0]}.self_attn", f"{layers[1]}.mlp"
+    assert swapped(1, f"{attention}.q_proj", f"{attention}.o_proj") == {attention}
+    assert swapped(2, f"{attention}.q_proj") == {attention}
+    assert swapped(3, f"{mlp}.up_proj") == {attention, mlp}
+    assert swapped(4, f"{mlp}.up_proj") == {mlp}
+    full = {name: read(worker.base_weights, name) for name in shapes}
+    worker._weights_of(Staged(*publish(5, full), staged_s=0.0))
+    swapped(6, f"{mlp}.up_proj")
+    assert len(reads) == len(shapes)
