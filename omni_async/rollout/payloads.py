@@ -5,13 +5,14 @@ in."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import torch
 
 from omni_async.rollout.base import StagedVersion, require_whole
@@ -19,9 +20,6 @@ from omni_async.rollout.upload import Upload
 from omni_async.types import WeightManifest
 from omni_async.weights.buckets import dtype_of, unpack, unpack_pieces
 from omni_async.weights.lora import merged_weights
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -103,6 +101,29 @@ async def take_in(engine: str, into: StagedVersion[Staged], manifest: WeightMani
     await require_whole(engine, manifest, buckets)
     into.put(manifest.version, Staged(manifest, buckets, time.perf_counter() - started))
     return manifest.digest
+
+
+def in_shared_memory(buckets: Sequence[np.ndarray]) -> list[int]:
+    """Copy buckets into memory that other processes of the machine can open by path.
+
+    Returns:
+        open files, one per bucket; the memory is freed when the last process closes it."""
+    files: list[int] = []
+    try:
+        for bucket in buckets:
+            files.append(os.memfd_create("omni_async_version"))
+            with open(files[-1], "wb", closefd=False) as file:
+                file.write(bucket.data)
+    except BaseException:
+        for file_number in files:
+            os.close(file_number)
+        raise
+    return files
+
+
+def mapped(paths: Sequence[str]) -> list[np.ndarray]:
+    """Map shared buckets for reading, given their paths. The arrays keep the memory."""
+    return [np.memmap(path, np.uint8, mode="r") for path in paths]
 
 
 def adapted_weights(adapters: Iterable[str]) -> set[str]:

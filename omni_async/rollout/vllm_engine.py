@@ -3,6 +3,9 @@
 vLLM owns the batches. Answers arrive token by token. A swap pauses vLLM between two tokens, loads the version and
 resumes; no answer is lost. Keys and values of the tokens before a swap are kept or computed again.
 
+Versions arrive in this process by the run's transport, while vLLM draws. vLLM's own weight transfer would pause it for
+the whole transfer, and it compares no digests.
+
 vLLM reports no versions. After the pause the worker counts the tokens of every answer, and the engine waits until it
 has received as many: these have the old version, and all later ones the new version.
 """
@@ -12,9 +15,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Coroutine, Hashable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -25,7 +28,7 @@ from omni_async.config.redact import one_line
 from omni_async.plugins.families import PipelineFamily
 from omni_async.rollout.answers import check_log_probs, check_request, prepared_bytes, trajectory
 from omni_async.rollout.base import EngineError, StagedVersion, Trajectory
-from omni_async.rollout.payloads import Staged, take_in
+from omni_async.rollout.payloads import Staged, in_shared_memory, mapped, take_in
 from omni_async.rollout.push_check import PushCheck
 from omni_async.rollout.recent import Recent
 from omni_async.rollout.stepping import prompt_key
@@ -40,6 +43,7 @@ T = TypeVar("T")
 
 _COLDEST = 0.01  # vLLM raises lower temperatures to this one
 _COUNT_S = 0.001  # between two looks at the number of received tokens
+_ALIVE_S = 1.0  # between two looks whether vLLM is alive
 
 
 class _Ready(NamedTuple):
@@ -51,9 +55,11 @@ class _Ready(NamedTuple):
 
 @dataclass(eq=False)
 class _Answer:
-    """An answer so far. `versions` are known up to the last swap."""
+    """An answer so far. `versions` are known up to the last swap. `again`: a swap came before it began."""
 
     request: SampleRequest
+    task: asyncio.Task[None] | None = None
+    again: bool = False
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -108,7 +114,6 @@ class VllmEngine:
             lambda ready: 2 * prepared_bytes(ready.prompt),  # vLLM's form has the same tensors once more
         )
         self._running: dict[str, _Answer] = {}
-        self._drawing: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(max_batch)
         self._preparing, self._swapping = asyncio.Lock(), asyncio.Lock()
         self._resumed = asyncio.Event()
@@ -121,10 +126,9 @@ class VllmEngine:
         set_environment(self._start_timeout_s)
         limits = {"image": self._family.prompt_images, "audio": self._family.prompt_audio, "video": 0}
         given = {"model": self._path, "dtype": self._dtype, "max_num_seqs": self._max_batch}
+        given |= {"limit_mm_per_prompt": limits}
         try:
-            self._vllm = await in_daemon_thread(
-                self._start, given | {"limit_mm_per_prompt": limits} | self._engine_args
-            )
+            self._vllm = await in_daemon_thread(self._start, given | self._engine_args)
         except (TypeError, ValueError, RuntimeError) as error:
             reason = f"vLLM refuses to start, see rollout.engine_args: {one_line(str(error), 500)}"
             raise EngineError(f"{self.name}: {reason}") from error
@@ -148,8 +152,9 @@ class VllmEngine:
         """Fail all answers in flight, and all later ones."""
         self._ended = self._ended or error
         self._resumed.set()
-        for task in self._drawing:
-            task.cancel()
+        for answer in self._running.values():
+            if answer.task is not None:
+                answer.task.cancel()
 
     def _require_open(self) -> Any:
         if self._vllm is None:
@@ -159,20 +164,33 @@ class VllmEngine:
         return self._vllm
 
     async def _within(self, doing: str, call: Coroutine[Any, Any, T]) -> T:
-        """Await a call of vLLM. Any failure becomes an EngineError."""
+        """Await a call of vLLM. Any failure becomes an EngineError.
+
+        vLLM leaves a call unanswered if its core dies meanwhile."""
+        calling = asyncio.ensure_future(call)
         try:
-            return await asyncio.wait_for(call, self._rpc_timeout_s)
+            async with asyncio.timeout(self._rpc_timeout_s) as deadline:
+                while not (await asyncio.wait([calling], timeout=_ALIVE_S))[0]:
+                    if self._require_open().errored:
+                        raise EngineError(f"{self.name}: {doing}: vLLM died before it answered")
+            return calling.result()
         except EngineError:
             raise
         except Exception as error:
-            raise EngineError(f"{self.name}: {doing}: {type(error).__name__}: {one_line(str(error), 500)}") from error
+            reason = f"{type(error).__name__}: {one_line(str(error), 500)}"
+            if deadline.expired():
+                reason = f"vLLM did not answer within weights.timeout_s = {self._rpc_timeout_s:g}"
+            raise EngineError(f"{self.name}: {doing}: {reason}") from error
+        finally:
+            calling.cancel()
 
     async def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """Return the worker's answer to a call."""
+        """Return the workers' answer to a call."""
         vllm = self._require_open()
-        answers = await self._within(method, vllm.collective_rpc(method, args=arguments))
-        first: dict[str, Any] = answers[0]
-        return first
+        answers: list[dict[str, Any]] = await self._within(method, vllm.collective_rpc(method, args=arguments))
+        if any(answer != answers[0] for answer in answers):
+            raise EngineError(f"{self.name}: {method}: vLLM's workers disagree: {one_line(str(answers), 500)}")
+        return answers[0]
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 
@@ -277,17 +295,18 @@ class VllmEngine:
         self._serial += 1
         name = f"{request.sample_id}.{self._serial}"
         answer = self._running[name] = _Answer(request)
-        task = asyncio.create_task(self._receive(name, answer, ready, parameters))
-        self._drawing.add(task)
+        answer.task = asyncio.create_task(self._receive(name, answer, ready, parameters))
         try:
-            await task
+            await answer.task
         except asyncio.CancelledError:
-            if self._ended is None or is_cancelled():
+            if is_cancelled() or (self._ended is None and not answer.again):
                 raise
-            raise EngineError(str(self._ended)) from None
+            if self._ended is not None:
+                raise EngineError(str(self._ended)) from None
         finally:
-            self._drawing.discard(task)
             del self._running[name]
+        if answer.again:
+            return await self._in_slot(request, ready, limit, **how)
         answer.drawn_by(self._version)
         return answer
 
@@ -339,7 +358,7 @@ class VllmEngine:
     async def _swap_in(self, staged: Staged) -> tuple[str | None, float]:
         """Load a version between two tokens. Return why it does not fit, or None, and the seconds of the pause."""
         vllm, manifest = self._require_open(), staged.manifest
-        files = await in_daemon_thread(_in_shared_memory, staged.buckets)
+        files = await in_daemon_thread(in_shared_memory, staged.buckets)
         try:
             started = time.perf_counter()
             self._resumed.clear()
@@ -349,10 +368,14 @@ class VllmEngine:
             answer = await self._call("swap_version", msgspec.msgpack.encode(manifest), paths)
             if answer["refused"] is None:
                 await self._within("tokens before the swap", self._until_received(answer["drawn"]))
-                for running in self._running.values():
+                for name, running in self._running.items():
                     running.drawn_by(self._version)
+                    if running.task is not None and not running.tokens and name not in answer["drawn"]:
+                        # It waits in vLLM, where it would use keys and values of this version.
+                        running.again = running.task.cancel()
                 self._version = manifest.version
-                self._push_check.pushed(staged)
+                # The transport may receive its next version into the memory of this one.
+                self._push_check.pushed(replace(staged, buckets=mapped(paths)))
             await self._within("resume", vllm.resume_generation())
             return answer["refused"], time.perf_counter() - started
         finally:
@@ -371,18 +394,3 @@ class VllmEngine:
             if ahead := [name for name, count in counts.items() if count > drawn.get(name, count)]:
                 raise EngineError(f"{self.name}: vLLM's worker counts fewer tokens of {ahead[0]} than it sent")
             await asyncio.sleep(_COUNT_S)
-
-
-def _in_shared_memory(buckets: Sequence[np.ndarray]) -> list[int]:
-    """Copy buckets into memory that another process can open by path. Return open files."""
-    files: list[int] = []
-    try:
-        for bucket in buckets:
-            files.append(os.memfd_create("omni_async_version"))
-            with open(files[-1], "wb", closefd=False) as file:
-                file.write(bucket.data)
-    except BaseException:
-        for file_number in files:
-            os.close(file_number)
-        raise
-    return files
