@@ -72,9 +72,9 @@ class _Answer:
 class VllmEngine:
     """A `RolloutEngine` on vLLM's `AsyncLLM`, for families with `on_vllm`.
 
-    `dtype` is the weight dtype by name; the engine may take `start_timeout_s` to start. `kv`: the treatment of keys and
-    values at a swap, as `weights.kv`. `compiled` and `engine_args` are the keys of `rollout`. At most
-    `conditioning_bytes` of prepared prompts are cached, in host memory."""
+    `dtype` is the weight dtype by name; the engine may take `start_timeout_s` to start. vLLM splits every layer over
+    `devices` workers. `kv`: the treatment of keys and values at a swap, as `weights.kv`. `compiled` and `engine_args`
+    are the keys of `rollout`. At most `conditioning_bytes` of prepared prompts are cached, in host memory."""
 
     def __init__(
         self,
@@ -84,6 +84,7 @@ class VllmEngine:
         path: str,
         dtype: str,
         max_batch: int,
+        devices: int = 1,
         kv: Literal["keep", "recompute"] = "keep",
         start_timeout_s: float = 600.0,
         rpc_timeout_s: float = 600.0,
@@ -97,6 +98,7 @@ class VllmEngine:
         self._path = path
         self._dtype = dtype
         self._max_batch = max_batch
+        self._devices = devices
         self._recompute = kv == "recompute"
         self._start_timeout_s = start_timeout_s
         self._rpc_timeout_s = rpc_timeout_s
@@ -126,7 +128,7 @@ class VllmEngine:
         set_environment(self._start_timeout_s)
         limits = {"image": self._family.prompt_images, "audio": self._family.prompt_audio, "video": 0}
         given = {"model": self._path, "dtype": self._dtype, "max_num_seqs": self._max_batch}
-        given |= {"limit_mm_per_prompt": limits}
+        given |= {"tensor_parallel_size": self._devices, "limit_mm_per_prompt": limits}
         try:
             self._vllm = await in_daemon_thread(self._start, given | self._engine_args)
         except (TypeError, ValueError, RuntimeError) as error:

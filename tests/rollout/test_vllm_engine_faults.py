@@ -1,6 +1,7 @@
 """Tests what the vLLM engine does when vLLM fails or answers late, with a small vLLM in its place."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -219,6 +220,24 @@ async def test_workers_that_do_not_load_the_same_end_the_engine(engine, vllm):
         await engine.swap(1)
     with pytest.raises(EngineError, match="version 1 could not be loaded"):
         await engine.generate(make_request(toy_prompt(0), SPEC))
+
+
+async def test_several_devices_have_workers_of_the_same_machine(engine, monkeypatch):
+    """By default vLLM would let Ray start them, where its placement group has room."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    given = {}
+
+    def arguments(**named: Any) -> None:
+        given.update(named)
+        raise ValueError("no heads to split")
+
+    monkeypatch.setattr("vllm.AsyncEngineArgs", arguments)
+    for devices, backend in ((1, None), (2, "mp")):
+        given.clear()
+        engine._devices = devices
+        with pytest.raises(EngineError, match=r"vLLM refuses to start, see rollout\.engine_args: no heads to split"):
+            await engine.start()
+        assert (given["tensor_parallel_size"], given.get("distributed_executor_backend")) == (devices, backend)
 
 
 async def test_a_dead_vllm_fails_its_answers(engine, vllm):
