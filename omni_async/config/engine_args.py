@@ -29,13 +29,15 @@ SET_BY_THE_TOKEN_RUN: dict[str, str | None] = {
     "dtype": "model.dtype",
     "enforce_eager": "rollout.compile",
     "max_num_seqs": "rollout.max_batch",
+    "tensor_parallel_size": "placement.rollout.gpus",
     "mm_processor_cache_gb": "rollout.conditioning_cache",
     **dict.fromkeys(("worker_extension_cls", "logprobs_mode", "generation_config", "async_scheduling")),
     **dict.fromkeys(("limit_mm_per_prompt", "disable_log_stats", "speculative_config", "load_format")),
     "stream_interval": None,
 }
-# A version is loaded into the weights in the engine's process, under their checkpoint names and in their dtype. Workers
-# in other processes, and weights that are kept elsewhere or in another form, would not get it.
+# A version is loaded into the weights under their checkpoint names and in their dtype, in the engine's process or, for
+# vLLM, in workers on its machine. Other workers, and weights that are kept elsewhere or in another form, would not get
+# it.
 _LOADED_ELSEWHERE = {
     *("parallel_config", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
     *("sequence_parallel_size", "ulysses_degree", "ring_degree", "allgather_degree", "cfg_parallel_size"),
@@ -58,6 +60,7 @@ def engine_problems(c: Config) -> Iterator[str]:
     """Yield error texts for `rollout.engine_args`, `attention_backend` and `compile`."""
     rollout = c.rollout
     set_by_the_run = SET_BY_THE_TOKEN_RUN if rollout.engine == "vllm" else SET_BY_THE_RUN
+    workers = "workers of one machine" if rollout.engine == "vllm" else "one worker in the engine's own process"
     for name in rollout.engine_args:
         key = f"rollout.engine_args.{name}"
         if name in set_by_the_run:
@@ -65,8 +68,8 @@ def engine_problems(c: Config) -> Iterator[str]:
             yield f"{key}: the run sets it; " + (f"use {decided}" if decided else "leave it out")
         elif name in _LOADED_ELSEWHERE:
             yield (
-                f"{key}: new weights are loaded in place, into one worker in the engine's own process, which this"
-                " argument would change; leave it out, and use more rollout.workers"
+                f"{key}: new weights are loaded in place, into {workers}, which this argument would change; leave it"
+                " out, and use more rollout.workers"
             )
         elif name in _HOLD_OTHERS:
             yield f"{key}: it sets other arguments, which cannot be checked there; name them in rollout.engine_args"

@@ -254,7 +254,7 @@ class Tracking(Section, kw_only=True, frozen=True):
 
 class Placement(Section, kw_only=True, frozen=True):
     rollout: Resources = Resources()
-    """Resources of each producer with its engine."""
+    """Resources of each producer with its engine. `vllm` splits a model over several `gpus`."""
     reward: Resources = Resources()
     """Resources of each reward worker."""
     trainer: Resources = Resources()

@@ -119,6 +119,7 @@ def _vllm(config: Config, engine_name: str, family: PipelineFamily) -> RolloutEn
         path=config.model.path,
         dtype=config.model.dtype,
         max_batch=rollout.max_batch,
+        devices=max(1, int(config.placement.rollout.gpus)),
         kv=config.weights.kv,
         start_timeout_s=config.run.startup_timeout_s,
         rpc_timeout_s=config.weights.timeout_s,

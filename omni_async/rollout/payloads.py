@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import torch
 
 from omni_async.rollout.base import StagedVersion, require_whole
@@ -20,9 +20,6 @@ from omni_async.rollout.upload import Upload
 from omni_async.types import WeightManifest
 from omni_async.weights.buckets import dtype_of, unpack, unpack_pieces
 from omni_async.weights.lora import merged_weights
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -106,6 +103,29 @@ async def take_in(engine: str, into: StagedVersion[Staged], manifest: WeightMani
     return manifest.digest
 
 
+def in_shared_memory(buckets: Sequence[np.ndarray]) -> list[int]:
+    """Copy buckets into memory that other processes of the machine can open by path.
+
+    Returns:
+        open files, one per bucket; the memory is freed when the last process closes it."""
+    files: list[int] = []
+    try:
+        for bucket in buckets:
+            files.append(os.memfd_create("omni_async_version"))
+            with open(files[-1], "wb", closefd=False) as file:
+                file.write(bucket.data)
+    except BaseException:
+        for file_number in files:
+            os.close(file_number)
+        raise
+    return files
+
+
+def mapped(paths: Sequence[str]) -> list[np.ndarray]:
+    """Map shared buckets for reading, given their paths. The arrays keep the memory."""
+    return [np.memmap(path, np.uint8, mode="r") for path in paths]
+
+
 def adapted_weights(adapters: Iterable[str]) -> set[str]:
     """Return the names of the weights that adapters `<module>.lora_A.weight` and `<module>.lora_B.weight` change."""
     return {name.rsplit(".lora_", 1)[0] + ".weight" for name in adapters}
@@ -119,18 +139,3 @@ def lora_scale(manifest: WeightManifest) -> float:
     if "alpha" in lora and "rank" in lora:
         return float(lora["alpha"]) / float(lora["rank"])
     raise ValueError(f"the LoRA payload of version {manifest.version} has neither a scale nor alpha and rank: {lora}")
-
-
-def in_shared_memory(buckets: Sequence[np.ndarray]) -> list[int]:
-    """Copy buckets into memory that another process can open by path. Return open files."""
-    files: list[int] = []
-    try:
-        for bucket in buckets:
-            files.append(os.memfd_create("omni_async_version"))
-            with open(files[-1], "wb", closefd=False) as file:
-                file.write(bucket.data)
-    except BaseException:
-        for file_number in files:
-            os.close(file_number)
-        raise
-    return files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ class Answer:
 
     request: the sample's. rendered: vLLM's form of the prompt. stop_tokens: each ends the answer. most: its most
     tokens. temperature, seed: of the draws; no seed at temperature 0. versions: of its tokens up to the last swap.
-    aborted: whether a swap ended its last submission to vLLM."""
+    aborted: whether a swap ended its last submission to vLLM. task: receives the tokens of that submission."""
 
     request: SampleRequest
     rendered: Mapping[str, Any]
@@ -31,6 +32,7 @@ class Answer:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     aborted: bool = False
+    task: asyncio.Task[None] | None = None
 
     def drawn_by(self, version: int) -> None:
         """Assign the version to all tokens that have none."""

@@ -7,6 +7,9 @@ Where vLLM cannot pause, a swap aborts all answers. Each is then submitted again
 the new prompt, and the rest of its tokens remain to be drawn. Tokens that vLLM sampled and had not yet sent are drawn
 again, whatever they were, so their loss does not change the distribution of answers.
 
+Versions arrive in this process by the run's transport, while vLLM draws. vLLM's own weight transfer would pause it for
+the whole transfer, and it compares no digests.
+
 vLLM reports no versions. After the pause the worker counts the tokens of every answer, and the engine waits until it
 has received as many: these have the old version, and all later ones the new version.
 """
@@ -19,6 +22,7 @@ import os
 import time
 from collections.abc import Coroutine, Hashable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -29,7 +33,7 @@ from omni_async.config.redact import one_line
 from omni_async.plugins.families import PipelineFamily
 from omni_async.rollout.answers import check_log_probs, prepared_bytes, trajectory
 from omni_async.rollout.base import EngineError, StagedVersion, Trajectory
-from omni_async.rollout.payloads import Staged, in_shared_memory, take_in
+from omni_async.rollout.payloads import Staged, in_shared_memory, mapped, take_in
 from omni_async.rollout.push_check import PushCheck
 from omni_async.rollout.recent import Recent
 from omni_async.rollout.stepping import prompt_key
@@ -46,6 +50,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.001  # between two looks at the answers that a swap waits for
+_ALIVE_S = 1.0  # between two looks whether vLLM is alive
 
 
 class _Ready(NamedTuple):
@@ -58,9 +63,9 @@ class _Ready(NamedTuple):
 class VllmEngine:
     """A `RolloutEngine` on vLLM's `AsyncLLM`, for families with `on_vllm`.
 
-    `dtype` is the weight dtype by name; the engine may take `start_timeout_s` to start. `kv`: the treatment of keys and
-    values at a swap, as `weights.kv`. `compiled` and `engine_args` are the keys of `rollout`. At most
-    `conditioning_bytes` of prepared prompts are cached, in host memory."""
+    `dtype` is the weight dtype by name; the engine may take `start_timeout_s` to start. vLLM splits every layer over
+    `devices` workers. `kv`: the treatment of keys and values at a swap, as `weights.kv`. `compiled` and `engine_args`
+    are the keys of `rollout`. At most `conditioning_bytes` of prepared prompts are cached, in host memory."""
 
     def __init__(
         self,
@@ -70,6 +75,7 @@ class VllmEngine:
         path: str,
         dtype: str,
         max_batch: int,
+        devices: int = 1,
         kv: Literal["keep", "recompute"] = "keep",
         start_timeout_s: float = 600.0,
         rpc_timeout_s: float = 600.0,
@@ -83,6 +89,7 @@ class VllmEngine:
         self._path = path
         self._dtype = dtype
         self._max_batch = max_batch
+        self._devices = devices
         self._recompute = kv == "recompute"
         self._start_timeout_s = start_timeout_s
         self._rpc_timeout_s = rpc_timeout_s
@@ -101,7 +108,6 @@ class VllmEngine:
             lambda ready: 2 * prepared_bytes(ready.prompt),  # vLLM's form has the same tensors once more
         )
         self._running: dict[str, Answer] = {}
-        self._drawing: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(max_batch)
         self._preparing, self._swapping = asyncio.Lock(), asyncio.Lock()
         self._resumed = asyncio.Event()
@@ -115,10 +121,9 @@ class VllmEngine:
         family = self._family
         limits = {"image": family.prompt_images, "audio": family.prompt_audio, "video": family.prompt_video}
         given = {"model": self._path, "dtype": self._dtype, "max_num_seqs": self._max_batch}
+        given |= {"tensor_parallel_size": self._devices, "limit_mm_per_prompt": limits}
         try:
-            self._vllm = await in_daemon_thread(
-                self._start, given | {"limit_mm_per_prompt": limits} | self._engine_args
-            )
+            self._vllm = await in_daemon_thread(self._start, given | self._engine_args)
         except (TypeError, ValueError, RuntimeError) as error:
             reason = f"vLLM refuses to start, see rollout.engine_args: {one_line(str(error), 500)}"
             raise EngineError(f"{self.name}: {reason}") from error
@@ -142,8 +147,9 @@ class VllmEngine:
         """Fail all answers in flight, and all later ones."""
         self._ended = self._ended or error
         self._resumed.set()
-        for task in self._drawing:
-            task.cancel()
+        for answer in self._running.values():
+            if answer.task is not None:
+                answer.task.cancel()
 
     def _require_open(self) -> Any:
         if self._vllm is None:
@@ -153,20 +159,33 @@ class VllmEngine:
         return self._vllm
 
     async def _within(self, doing: str, call: Coroutine[Any, Any, T]) -> T:
-        """Await a call of vLLM. Any failure becomes an EngineError."""
+        """Await a call of vLLM. Any failure becomes an EngineError.
+
+        vLLM leaves a call unanswered if its core dies meanwhile."""
+        calling = asyncio.ensure_future(call)
         try:
-            return await asyncio.wait_for(call, self._rpc_timeout_s)
+            async with asyncio.timeout(self._rpc_timeout_s) as deadline:
+                while not (await asyncio.wait([calling], timeout=_ALIVE_S))[0]:
+                    if self._require_open().errored:
+                        raise EngineError(f"{self.name}: {doing}: vLLM died before it answered")
+            return calling.result()
         except EngineError:
             raise
         except Exception as error:
-            raise EngineError(f"{self.name}: {doing}: {type(error).__name__}: {one_line(str(error), 500)}") from error
+            reason = f"{type(error).__name__}: {one_line(str(error), 500)}"
+            if deadline.expired():
+                reason = f"vLLM did not answer within weights.timeout_s = {self._rpc_timeout_s:g}"
+            raise EngineError(f"{self.name}: {doing}: {reason}") from error
+        finally:
+            calling.cancel()
 
     async def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """Return the worker's answer to a call."""
+        """Return the workers' answer to a call."""
         vllm = self._require_open()
-        answers = await self._within(method, vllm.collective_rpc(method, args=arguments))
-        first: dict[str, Any] = answers[0]
-        return first
+        answers: list[dict[str, Any]] = await self._within(method, vllm.collective_rpc(method, args=arguments))
+        if any(answer != answers[0] for answer in answers):
+            raise EngineError(f"{self.name}: {method}: vLLM's workers disagree: {one_line(str(answers), 500)}")
+        return answers[0]
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 
@@ -251,16 +270,15 @@ class VllmEngine:
             self._serial += 1
             name = f"{sample}.{self._serial}"
             self._running[name], answer.aborted = answer, False
-            task = asyncio.create_task(self._receive(name, answer))
-            self._drawing.add(task)
+            answer.task = asyncio.create_task(self._receive(name, answer))
             try:
-                await task
+                await answer.task
             except asyncio.CancelledError:
-                if self._ended is None or is_cancelled():
+                if is_cancelled() or (self._ended is None and not answer.aborted):
                     raise
-                raise EngineError(str(self._ended)) from None
+                if self._ended is not None:
+                    raise EngineError(str(self._ended)) from None
             finally:
-                self._drawing.discard(task)
                 del self._running[name]
             answer.drawn_by(self._version)
             if not (answer.is_whole or answer.aborted):
@@ -325,10 +343,14 @@ class VllmEngine:
             if answer["refused"] is None:
                 if paused:
                     await self._within("tokens before the swap", self._until_received(answer["drawn"]))
-                for running in self._running.values():
+                for name, running in self._running.items():
                     running.drawn_by(self._version)
+                    if running.task is not None and not running.tokens and name not in answer["drawn"]:
+                        # It waits in vLLM, where it would use keys and values of this version.
+                        running.aborted = running.task.cancel()
                 self._version = manifest.version
-                self._push_check.pushed(staged)
+                # The transport may receive its next version into the memory of this one.
+                self._push_check.pushed(replace(staged, buckets=mapped(paths)))
             if paused:
                 await self._within("resume", vllm.resume_generation())
             return answer["refused"], time.perf_counter() - started
@@ -358,12 +380,12 @@ class VllmEngine:
     async def _abort(self) -> None:
         """Abort all answers, and wait until vLLM has ended them. They keep the tokens that have arrived."""
         vllm = self._require_open()
-        while self._drawing:
+        while self._running:
             # More than once: vLLM does not know an answer yet whose submission has just begun.
             for answer in self._running.values():
                 answer.aborted = True
             await vllm.abort(list(self._running))
-            await asyncio.wait(self._drawing, timeout=_LOOK_S)
+            await asyncio.wait([one.task for one in self._running.values() if one.task], timeout=_LOOK_S)
 
     async def _until_received(self, drawn: Mapping[str, int]) -> None:
         """Wait until every answer has as many tokens as the worker drew for it before the pause.

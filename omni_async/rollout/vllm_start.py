@@ -67,6 +67,9 @@ def start_vllm(compiled: Literal["auto", "on", "off"], given: Mapping[str, Any])
 
     on_cpu = not torch.accelerator.is_available()
     arguments: dict[str, Any] = _ARGUMENTS | {"enforce_eager": compiled == "off" or (compiled == "auto" and on_cpu)}
+    if given.get("tensor_parallel_size", 1) > 1:
+        # In a placement group of Ray, vLLM would have its workers started by Ray, elsewhere.
+        arguments["distributed_executor_backend"] = "mp"
     if on_cpu:
         arguments |= {"kv_cache_memory_bytes": _CPU_CACHE_BYTES, "skip_mm_profiling": True}
     before, verbosity = os.environ.get("PYTHONPATH"), logging.get_verbosity()

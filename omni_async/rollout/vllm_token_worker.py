@@ -7,19 +7,17 @@ texts, bytes and containers of these. The weights are in memory that the engine'
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from omni_async.rollout.payloads import Staged, adapted_weights, lora_scale
+from omni_async.rollout.payloads import Staged, adapted_weights, lora_scale, mapped
 from omni_async.rollout.upload import Upload
 from omni_async.rollout.vllm_start import ENGINE, end_with
 from omni_async.training.loading import open_tensors
@@ -65,20 +63,19 @@ class TokenWorkerExtension:
         """Load a version, given the paths of its buckets.
 
         Returns:
-            `refused`: why names or shapes do not fit, before anything is written; otherwise None. `swap_s`: the seconds
-            of loading. `drawn`: the number of tokens that each request had then, by the engine's name for the request.
+            `refused`: why names or shapes do not fit, before anything is written; otherwise None. `drawn`: the number
+            of tokens that each request had then, by the engine's name for the request. All workers return the same.
 
         Raises:
             RuntimeError: a parameter was left out of the load."""
-        started = time.perf_counter()
         about = msgspec.msgpack.decode(manifest, type=WeightManifest)
-        staged = Staged(about, [np.memmap(bucket, np.uint8, mode="r") for bucket in buckets], staged_s=0.0)
+        staged = Staged(about, mapped(buckets), staged_s=0.0)
         try:
             weights, prefixes = self._weights_of(staged)
         except ValueError as error:
             return {"refused": str(error)}
         self._load(weights, prefixes, about.version)
-        return {"refused": None, "swap_s": time.perf_counter() - started, "drawn": self._drawn()}
+        return {"refused": None, "drawn": self._drawn()}
 
     def _load(self, weights: Iterator[tuple[str, torch.Tensor]], prefixes: set[str], version: int) -> None:
         """Load all weights with one of these prefixes. Raises RuntimeError if a parameter was left out."""

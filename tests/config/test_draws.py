@@ -16,6 +16,7 @@ from omni_async.cli import main
 from omni_async.config import Config, ConfigError, load
 from omni_async.config.load import family_of
 from omni_async.runtime.preflight.check import preflight
+from omni_async.runtime.preflight.devices import check_shares
 from omni_async.runtime.preflight.model_files import check_checkpoint, check_sequence, check_teacher
 from tests.support.token_family import FAMILY, AnswerSampling, one_tensor, token_family, write_answers
 
@@ -69,6 +70,10 @@ def test_a_recipe_of_tokens_is_accepted_and_finds_its_family(recipe: Path) -> No
         ("rollout.buckets=[{sampling: {max_tokens: 4}}]", "rollout.buckets: answers have no size"),
         ("rollout={engine: vllm}|placement.rollout.gpus=0.5", "rollout.engine_args: vllm takes 0.9 of the memory"),
         ("rollout={engine: vllm, engine_args: {stream_interval: 8}}", "engine_args.stream_interval: the run sets it"),
+        (
+            "rollout={engine: vllm, engine_args: {tensor_parallel_size: 2}}",
+            "engine_args.tensor_parallel_size: the run sets it; use placement.rollout.gpus",
+        ),
         ("rollout.sde={kind: flow}", "rollout.sde: token_grpo trains the tokens of answers"),
         ("emulation.profile=qwen_image_lora_h800", "qwen_image_lora_h800 has no times of tokens"),
         ("algorithm.name=flow_grpo", "algorithm.name: flow_grpo trains "),
@@ -79,6 +84,18 @@ def test_a_recipe_of_tokens_is_accepted_and_finds_its_family(recipe: Path) -> No
 def test_what_does_not_fit_tokens_is_one_line(recipe: Path, override: str, expected: str) -> None:
     message = said(recipe, "model.pipeline=answers", *override.split("|"))
     assert expected in message and "\n" not in message
+
+
+def test_only_an_engine_of_vllm_with_its_own_devices_has_several(recipe: Path) -> None:
+    vllm = "rollout={engine: vllm, engine_args: {gpu_memory_utilization: 0.3}}"
+    check_shares(load(recipe, ["run.runtime=ray", vllm, "placement.rollout.gpus=2"]))
+    for other in (
+        ["run.runtime=inprocess", vllm],
+        ["run.runtime=ray", "rollout={engine: transformers}"],
+        ["run.runtime=ray", vllm, "placement.colocated=true", "staleness.max_updates=0"],
+    ):
+        with pytest.raises(ConfigError, match=r"rollout\.gpus: an engine uses one .*; raise rollout\.workers instead"):
+            check_shares(load(recipe, [*other, "placement.rollout.gpus=2"]))
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,9 @@ def test_token_families_that_vllm_loads_run_on_it():
     config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=READ_DIGITS))
     engine: Any = build_engine(config, "e0", family)
     assert (engine._recompute, engine._engine_args, engine._policy.path) == (True, options, READ_DIGITS)
+    for gpus, devices in ((0, 1), (0.5, 1), (2, 2)):
+        placed = msgspec.structs.replace(config, placement=Placement(rollout=Resources(gpus=gpus)))
+        assert build_engine(placed, "e0", family)._devices == devices  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="'toy_tokens' does not run on 'vllm'; use 'transformers'"):
         build_engine(config, "e0", FAMILY)
 

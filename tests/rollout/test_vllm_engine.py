@@ -28,10 +28,17 @@ from omni_async.media import Media
 from omni_async.records.write.images import write_media
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.vllm_engine import VllmEngine
+from omni_async.store import LocalStore
 from omni_async.types import Prompt, PromptAudio, SampleRequest, WeightReport
 from omni_async.weights.lora import merged_weights
+from omni_async.weights.transport import collective
+from omni_async.weights.transport.base import receive, sending
+from omni_async.weights.transport.collective import CollectiveReceiver, CollectiveSender
+from omni_async.weights.transport.disk import DiskReceiver, DiskSender
+from omni_async.weights.transport.object_store import ObjectStoreReceiver, ObjectStoreSender
 from tests.rollout.conftest import damaged, publish
 from tests.rollout.token_answers import Models, check_answer, continued, make_request, trained, versions, whole
+from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -228,7 +235,7 @@ def test_no_answer_is_lost_in_100_swaps(run, engine, policy, models, pauses, ref
         return made
 
     made = run(main())
-    assert not engine._running and not engine._drawing
+    assert not engine._running
     spans = [one.versions.spans for every in made for one in every]
     assert len({version for span in spans for version, _ in span}) > 50 and max(map(len, spans)) > 3
     for request, every in zip(asked(), made, strict=True):
@@ -247,6 +254,36 @@ def test_a_long_prompt_is_computed_again_by_each_version(run, engine, policy, mo
     assert any({*one.versions} == {0, 1} for one in first)
     for request, one in zip(requests, run(together(engine, requests)), strict=True):
         check_answer(policy, request, one, whole(policy, models, request, one), 3 * BOUND)  # of 380 tokens
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("transport", ["object_store", "disk", "collective", "collective by device"])
+def test_versions_arrive_by_every_transport(run, engine, policy, models, transport, tmp_path, monkeypatch):
+    """The carrier of devices runs here with gloo."""
+    monkeypatch.setattr(collective, "current_device", lambda: torch.device("cpu"))
+    store, carrier = LocalStore(), "device" if "device" in transport else "cpu"
+    sender, receiver = {
+        "object_store": (ObjectStoreSender(store), ObjectStoreReceiver(store)),
+        "disk": (DiskSender(tmp_path), DiskReceiver()),
+    }.get(transport) or (CollectiveSender("127.0.0.1", carrier, PATIENCE), CollectiveReceiver("engine", PATIENCE))
+
+    async def carry(version: int) -> None:
+        manifest, buckets = publish(version, trained(policy, models[version]))
+        assert len(buckets) > 1
+        async with sending(sender, manifest, buckets) as transfer:
+            assert await engine.stage(*await receive(receiver, manifest, transfer)) == manifest.digest
+            assert (await engine.swap(version)).digest == manifest.digest
+
+    async def main() -> list[Trajectory]:
+        await sender.init({"engine": receiver.init})
+        made = await swapping(engine, asked(), (10, carry(1)), (22, carry(2)))
+        return [*made, *await together(engine, asked())]
+
+    made = run(main())
+    assert {1, 2} <= {version for one in made[:8] for version in one.versions}
+    for request, one in zip(asked() * 2, made, strict=True):
+        check_answer(policy, request, one, continued(policy, models, request, one), BOUND)
+    assert all({*one.versions} == {2} for one in made[8:])
 
 
 def test_adapters_are_merged(run, engine, policy, models):
@@ -297,7 +334,7 @@ def test_cancelled_answers_leave_the_engine_usable(run, engine, policy, models):
         tasks[1].cancel()
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(outcome, asyncio.CancelledError) for outcome in [*outcomes[::2], outcomes[1]])
-        assert not engine._running and not engine._drawing
+        assert not engine._running
         return await together(engine, asked())
 
     for request, one in zip(asked(), run(main()), strict=True):

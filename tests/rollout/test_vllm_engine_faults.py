@@ -1,6 +1,7 @@
 """Tests what the vLLM engine does when vLLM fails or answers late, with a small vLLM in its place."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +16,12 @@ from omni_async_pipelines.qwen3_omni.tiny import build
 
 pytest.importorskip("vllm")
 
+from omni_async.rollout import vllm_engine
 from omni_async.rollout.base import EngineError
 from omni_async.rollout.payloads import Staged
 from omni_async.rollout.vllm_engine import VllmEngine
 from omni_async.rollout.vllm_token_worker import TokenWorkerExtension, _Checkpoint
+from omni_async.weights.digest import verify
 from tests.rollout.conftest import publish
 from tests.rollout.token_answers import make_request, trained, versions
 from tests.support.token_world import FAMILY, ToySampling, ToyTokenPolicy, toy_prompt
@@ -46,7 +49,12 @@ class SmallVllm:
         self.queues: dict[str, asyncio.Queue[Any]] = {}
         self.counts: dict[str, int] = {}
         self.calls: list[str] = []
+        self.salts: list[str] = []
         self.fail: dict[str, Exception] = {}
+        self.errored = False
+        self.answering = asyncio.Event()
+        self.answering.set()
+        self.workers = [{"refused": None}]
         self.during_swap: Callable[[], None] = lambda: None
 
     async def render_cmpl_async(self, prompts: list[Any]) -> list[Any]:
@@ -61,6 +69,7 @@ class SmallVllm:
         await self.admits.wait()
         self.submitted[name] = prompt, parameters
         queue = self.queues[name] = asyncio.Queue()
+        self.salts.append(prompt["cache_salt"])
         for _ in range(parameters.max_tokens):
             update = await queue.get()
             if isinstance(update, Exception):
@@ -92,7 +101,8 @@ class SmallVllm:
     async def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
         await self._call(method)
         self.during_swap()
-        return [{"refused": None, "swap_s": 0.0, "drawn": dict(self.counts)}]
+        await self.answering.wait()
+        return [worker | {"drawn": dict(self.counts)} for worker in self.workers]
 
     def shutdown(self) -> None:
         self.calls.append("shutdown")
@@ -153,6 +163,34 @@ async def test_tokens_that_arrive_after_the_swap_have_the_version_that_drew_them
     made = await finish(tasks, vllm)
     assert [one.versions.spans for one in made] == [((0, 2), (1, 4)), ((0, 1), (1, 5))]
     assert vllm.calls == ["pause", "swap_version", "resume"]
+
+
+async def test_an_answer_that_has_not_begun_uses_no_keys_and_values_of_the_version_before(engine, vllm):
+    tasks = await begun(engine, vllm, 1)
+    tasks.append(asyncio.create_task(engine.generate(make_request(toy_prompt(0), SPEC, 1))))
+    while len(vllm.queues) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await staged(engine)
+    await engine.swap(1)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert vllm.salts == ["0", "0", "1"]
+    made = await finish(tasks, vllm)
+    assert [one.versions.spans for one in made] == [((0, 1), (1, 5)), ((1, 6),)]
+    assert not engine._running
+
+
+async def test_the_first_version_is_checked_although_its_memory_is_received_into_again(engine, vllm):
+    engine._push_check._passed = False
+    policy = ReadByVllmToy("0")
+    manifest, buckets = publish(1, trained(policy, versions(policy, 1, 0.0)[0]))
+    await engine.stage(manifest, buckets)
+    await engine.swap(1)
+    for bucket in buckets:
+        bucket[:] = 1
+    kept = engine._push_check._pushed
+    assert kept is not None
+    verify(manifest, kept.buckets)
 
 
 async def test_tokens_that_the_worker_does_not_count_end_the_engine(engine, vllm):
@@ -226,7 +264,7 @@ async def test_a_swap_waits_for_a_submission_that_vllm_does_not_know_yet(engine,
     engine._pauses = False
     vllm.admits.clear()
     task = asyncio.create_task(engine.generate(make_request(toy_prompt(0), SPEC)))
-    while not engine._drawing:  # noqa: ASYNC110
+    while not engine._running:  # noqa: ASYNC110
         await asyncio.sleep(0)
     await staged(engine)
     swap = asyncio.create_task(engine.swap(1))
@@ -259,6 +297,56 @@ async def test_a_swap_that_fails_half_way_ends_the_engine(engine, vllm, step):
         await engine.generate(make_request(toy_prompt(0), SPEC))
 
 
+async def test_a_vllm_that_dies_in_a_swap_fails_it_at_once(engine, vllm, monkeypatch):
+    """Its client never answers the call."""
+    monkeypatch.setattr(vllm_engine, "_ALIVE_S", 0.01)
+
+    def die() -> None:
+        vllm.errored = True
+
+    vllm.during_swap = die
+    vllm.answering.clear()
+    await staged(engine)
+    with pytest.raises(EngineError, match=r"^engine: swap_version: vLLM died before it answered$"):
+        await engine.swap(1)
+
+
+async def test_a_vllm_that_hangs_fails_a_swap_within_the_time_out(engine, vllm):
+    engine._rpc_timeout_s = 0.05
+    vllm.answering.clear()
+    await staged(engine)
+    said = r"^engine: swap_version: vLLM did not answer within weights\.timeout_s = 0\.05$"
+    with pytest.raises(EngineError, match=said):
+        await engine.swap(1)
+
+
+async def test_workers_that_do_not_load_the_same_end_the_engine(engine, vllm):
+    vllm.workers = [{"refused": None}, {"refused": "a shape"}]
+    await staged(engine)
+    with pytest.raises(EngineError, match=r"engine: swap_version: vLLM's workers disagree: .*a shape"):
+        await engine.swap(1)
+    with pytest.raises(EngineError, match="version 1 could not be loaded"):
+        await engine.generate(make_request(toy_prompt(0), SPEC))
+
+
+async def test_several_devices_have_workers_of_the_same_machine(engine, monkeypatch):
+    """By default vLLM would let Ray start them, where its placement group has room."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    given = {}
+
+    def arguments(**named: Any) -> None:
+        given.update(named)
+        raise ValueError("no heads to split")
+
+    monkeypatch.setattr("vllm.AsyncEngineArgs", arguments)
+    for devices, backend in ((1, None), (2, "mp")):
+        given.clear()
+        engine._devices = devices
+        with pytest.raises(EngineError, match=r"vLLM refuses to start, see rollout\.engine_args: no heads to split"):
+            await engine.start()
+        assert (given["tensor_parallel_size"], given.get("distributed_executor_backend")) == (devices, backend)
+
+
 async def test_a_dead_vllm_fails_its_answers(engine, vllm):
     tasks = await begun(engine, vllm)
     for queue in vllm.queues.values():
@@ -274,7 +362,7 @@ async def test_close_fails_all_answers(engine, vllm):
     assert [str(one) for one in outcomes] == ["engine was closed"] * 2 and vllm.calls == ["shutdown"]
     with pytest.raises(EngineError, match="engine is not running"):
         await engine.generate(make_request(toy_prompt(0), SPEC))
-    assert not engine._running and not engine._drawing
+    assert not engine._running
 
 
 async def test_prompts_that_vllm_reads_otherwise_are_an_error(engine):

@@ -24,6 +24,8 @@ def check_shares(config: Config) -> None:
     users = {"rollout": "an engine", "trainer": "a rank"}
     if config.placement.colocated:  # Ray divides one accelerator, but not several, among actors that want all
         users["reward"] = "a reward worker"
+    elif config.rollout.engine == "vllm" and config.run.runtime == "ray":
+        del users["rollout"]  # vLLM splits a model over all of its devices
     for role, user in users.items():
         gpus = getattr(config.placement, role).gpus
         if gpus > 1:
