@@ -38,7 +38,7 @@ class Family:
 
     def subject(self, folder: Path) -> Subject:
         checkpoint = self.build(folder)
-        return Subject(self.case.with_images(folder), checkpoint, self.policy(checkpoint))
+        return Subject(self.case.with_media(folder), checkpoint, self.policy(checkpoint))
 
 
 FAMILIES = tuple(Family(name, case) for name in NAMES for case in load_named(str(find_family(name).parity)))

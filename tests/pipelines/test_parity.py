@@ -222,12 +222,12 @@ def test_an_encoder_that_reads_one_text_is_caught(subject_of):
 
 def test_prompts_carry_the_images_of_a_case(tmp_path):
     bare = dataclasses.replace(SD3.case, image_sizes=((6, 4), None, (4, 8)))
-    assert SD3.case.with_images(tmp_path) is SD3.case and not any(tmp_path.iterdir())
-    case = bare.with_images(tmp_path)
+    assert SD3.case.with_media(tmp_path) == SD3.case and not any(tmp_path.iterdir())
+    case = bare.with_media(tmp_path)
     prompts = [case.request(case.specs[0], n).prompt for n in range(3)]
     found = [[read_prompt_image(image).image.shape for image in prompt.images] for prompt in prompts]
     assert found == [[(3, 4, 6)], [], [(3, 8, 4)]]
-    assert case == bare.with_images(tmp_path), "the same pixels every time"
+    assert case == bare.with_media(tmp_path), "the same pixels every time"
     asked = Upstream.arguments(SimpleNamespace(not_arguments=()), case.prompts[0], case.specs[0])
     assert asked["image"].size == (6, 4) and asked["prompt"] == case.prompts[0].text
     assert "image" not in Upstream.arguments(SimpleNamespace(not_arguments=()), case.prompts[1], case.specs[0])

@@ -46,7 +46,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     case = request.param
     folder = tmp_path_factory.mktemp(case.name)
     path = case.build(folder / "checkpoint")
-    policy, request_of = case.policy(path), case.case.with_images(folder).request
+    policy, request_of = case.policy(path), case.case.with_media(folder).request
     with running_engine(path, case.name, dtype="float32", max_batch=8) as (engine, report):
         assert (report.version, report.digest) == (0, "")
         assert torch.accelerator.is_available() or report.uses == "attention SDPA, not compiled"

@@ -17,7 +17,7 @@ from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config
 from omni_async.plugins.families import MediaShape, PipelineFamily, SamplingSpec
 from omni_async.tokens.head import log_probs_of
-from omni_async.tokens.policy import Packed, Prepared
+from omni_async.tokens.policy import Packed, Prepared, TokenPolicy
 from omni_async.training.groups import GroupBatch
 from omni_async.types import Prompt, PromptImage
 from tests.support.configs import build
@@ -199,7 +199,7 @@ def toy_prompt(index: int, images: int = 0) -> Prompt:
 
 
 def draw_answer(
-    policy: ToyTokenPolicy, components: Mapping[str, nn.Module], prepared: Prepared, spec: ToySampling, seed: int
+    policy: TokenPolicy, components: Mapping[str, nn.Module], prepared: Prepared, spec: Any, seed: int
 ) -> tuple[Tensor, Tensor]:
     """Draws an answer token by token, as an engine does: tokens (T,) int32, log-probs (T,) float32."""
     generator = torch.Generator().manual_seed(seed)
@@ -227,7 +227,7 @@ def alone(thinker: nn.Module, prepared: Prepared, tokens: Tensor, temperature: f
     return logits.log_softmax(-1).gather(1, tokens.long()[:, None])[:, 0]
 
 
-def token_config(spec: ToySampling | None = None, **changes: Any) -> Config:
+def token_config(spec: SamplingSpec | None = None, **changes: Any) -> Config:
     """Returns a configuration of token_grpo, changed by dotted keys, that samples with `spec`."""
     defaults = {
         "model": {"pipeline": FAMILY.name, "path": "0"},
@@ -239,21 +239,24 @@ def token_config(spec: ToySampling | None = None, **changes: Any) -> Config:
     return msgspec.structs.replace(config, rollout=replace_spec(config, spec or ToySampling()))
 
 
-def replace_spec(config: Config, spec: ToySampling) -> Any:
+def replace_spec(config: Config, spec: SamplingSpec) -> Any:
     return msgspec.structs.replace(config.rollout, sampling=spec)
 
 
 def token_group(
-    policy: ToyTokenPolicy,
+    policy: TokenPolicy,
     config: Config,
     seed: int = 0,
     staleness: int = 0,
     images: int = 0,
     components: Mapping[str, nn.Module] | None = None,
+    prompt: Prompt | None = None,
 ) -> GroupBatch:
-    """Makes a group of `rollout.group_size` answers with random advantages, every token `staleness` versions old."""
+    """Makes a group of `rollout.group_size` answers with random advantages, every token `staleness` versions old.
+
+    Its prompt is a small one with so many images, unless it is given."""
     spec, number = config.rollout.sampling, config.rollout.group_size
-    prompt = toy_prompt(seed, images)
+    prompt = prompt or toy_prompt(seed, images)
     prepared = policy.prepare(prompt, spec)
     components = components or policy.load_components(torch.float32)
     samples = []

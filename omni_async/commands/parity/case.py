@@ -14,12 +14,13 @@ import msgspec
 
 from omni_async.plugins.entry_points import load_named
 from omni_async.plugins.families import SamplingSpec
-from omni_async.types import Prompt, SampleRequest, SdeWindow
+from omni_async.types import Prompt, PromptAudio, PromptImage, PromptVideo, SampleRequest, SdeWindow
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 PROMPTS = ("the digit 7", "a photo of a red circle on a white background", "7")
+_RATE = 16_000  # of sounds, per second
 STEPS = 7  # not all sigmas are binary fractions, so schedules can differ by their rounding
 
 
@@ -90,8 +91,9 @@ class Case:
         after it.
     upstream: makes the upstream pipeline of the checkpoint.
     prompts: of different lengths.
-    image_sizes: (width, height) of each prompt's image, None for a prompt without one; empty: no images. `with_images`
+    image_sizes: (width, height) of each prompt's image, None for a prompt without one; empty: no images. `with_media`
         draws them. Samples of the second prompt are compared with the upstream pipeline's.
+    sounds, films: seconds of each prompt's audio, and frames of its video, two per second; otherwise as `image_sizes`.
     targets: suffixes of the layers that get adapters."""
 
     specs: tuple[SamplingSpec, ...]
@@ -101,26 +103,19 @@ class Case:
     upstream: Callable[[str], Upstream] = Upstream
     prompts: tuple[Prompt, ...] = tuple(Prompt(index, text) for index, text in enumerate(PROMPTS))
     image_sizes: tuple[tuple[int, int] | None, ...] = ()
+    sounds: tuple[float | None, ...] = ()
+    films: tuple[int | None, ...] = ()
     targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
 
-    def with_images(self, folder: Path) -> Case:
-        """Return the case with the prompts' images: noise, written to the folder as `<index>.png`."""
-        if not self.image_sizes:
-            return self
-        import numpy as np
-        from PIL import Image
-
-        from omni_async.data.image_files import prompt_image
-
-        prompts = []
-        for prompt, size in zip(self.prompts, self.image_sizes, strict=True):
-            if size is None:
-                prompts.append(prompt)
-                continue
-            file, (width, height) = folder / f"{prompt.index}.png", size
-            pixels = np.random.default_rng(prompt.index).integers(0, 256, (height, width, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(file)
-            prompts.append(msgspec.structs.replace(prompt, images=(prompt_image(file, file.name),)))
+    def with_media(self, folder: Path) -> Case:
+        """Return the case with its media: noise, in the folder as `<index>.png`, `<index>.wav` and `<index>.mp4`."""
+        prompts, none = [], (None,) * len(self.prompts)
+        given = zip(self.prompts, self.image_sizes or none, self.sounds or none, self.films or none, strict=True)
+        for prompt, size, seconds, frames in given:
+            images = prompt.images if size is None else (_image(folder, prompt.index, size),)
+            audio = prompt.audio if seconds is None else (_sound(folder, prompt.index, seconds),)
+            video = prompt.video if frames is None else (_film(folder, prompt.index, frames),)
+            prompts.append(msgspec.structs.replace(prompt, images=images, audio=audio, video=video))
         return replace(self, prompts=tuple(prompts))
 
     def request(self, spec: SamplingSpec, number: int = 0, **changes: Any) -> SampleRequest:
@@ -140,3 +135,39 @@ class Case:
             "fields": ("latents", "log_probs", "means", "final", "conditioning"),
         }
         return SampleRequest(**(fields | changes))
+
+
+def _image(folder: Path, number: int, size: tuple[int, int]) -> PromptImage:
+    import numpy as np
+    from PIL import Image
+
+    from omni_async.data.image_files import prompt_image
+
+    file, (width, height) = folder / f"{number}.png", size
+    pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file)
+    return prompt_image(file, file.name)
+
+
+def _sound(folder: Path, number: int, seconds: float) -> PromptAudio:
+    import numpy as np
+    import soundfile
+
+    from omni_async.data.audio_files import prompt_audio
+
+    file = folder / f"{number}.wav"
+    noise = np.random.default_rng(number).normal(0, 0.1, round(seconds * _RATE))
+    soundfile.write(file, noise, _RATE)
+    return prompt_audio(file, file.name)
+
+
+def _film(folder: Path, number: int, frames: int) -> PromptVideo:
+    import numpy as np
+
+    from omni_async.data.video_files import prompt_video
+    from omni_async.media import Media
+    from omni_async.records.write.images import write_media
+
+    pixels = np.random.default_rng(number).integers(0, 256, (frames, 3, 56, 84), np.uint8)
+    [file] = write_media(Media(video=pixels, fps=2.0), folder / f"{number}")
+    return prompt_video(file, file.name)[0]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from omni_async.commands.parity.tokens import TokenSubject
     from omni_async.rollout.base import RolloutEngine
 
-ENGINES = {"latents": ("diffusers", "vllm_omni"), "tokens": ("transformers",)}  # the first runs in this process
+ENGINES = {"latents": ("diffusers", "vllm_omni"), "tokens": ("transformers", "vllm")}  # the first runs in this process
 
 _PARITY = """\
 Show that a model family computes the right numbers: the policy equals diffusers' pipeline, or transformers' model, of
@@ -36,6 +36,7 @@ the same checkpoint, and a rollout engine equals the trainer.
 
   omni-async parity qwen_image
   omni-async parity stable_diffusion_3 --engine vllm_omni
+  omni-async parity qwen_omni --engine vllm
   omni-async parity recipes/quickstart/quickstart.yaml --engine all
   omni-async parity my_family --engine none --json parity.json
 
@@ -81,7 +82,7 @@ def parity(options: argparse.Namespace) -> int:
         rows[label] = []
         with tempfile.TemporaryDirectory() as folder, _diverted(Path(folder) / "log.txt") as out:
             out.write(f"## {label}\n\n{line(HEADER)}\n{rule()}\n")
-            path, case = str(case.build(Path(folder) / "checkpoint")), case.with_images(Path(folder))
+            path, case = str(case.build(Path(folder) / "checkpoint")), case.with_media(Path(folder))
             for row in _compared(family, case, path, engines):
                 rows[label].append(row)
                 out.write(f"{line(cells(row))}\n")
@@ -174,9 +175,12 @@ def _compared(family: PipelineFamily, case: Case, path: str, engines: Sequence[s
 
 async def _of_engine(subject: Subject | TokenSubject, family: PipelineFamily, name: str) -> AsyncIterator[Row]:
     from omni_async.commands.parity.engine import check_engine
-    from omni_async.commands.parity.table import failed
+    from omni_async.commands.parity.table import Row, failed
     from omni_async.commands.parity.tokens import TokenSubject, check_token_engine
 
+    if (reason := _impossible(family, name)) is not None:
+        yield Row(name, "start", None, None, reason, impossible=True)
+        return
     try:
         engine = _engine(subject, family, name)
         await engine.start()
@@ -207,18 +211,40 @@ def _diverted(log: Path) -> Iterator[TextIO]:
                 os.close(to)
 
 
+def _impossible(family: PipelineFamily, name: str) -> str | None:
+    """Return why this machine cannot run an engine of the family; None if it may."""
+    if name != "vllm":
+        return None
+    import torch
+
+    from omni_async.rollout.vllm_start import refuse_experts
+
+    try:
+        refuse_experts(bool(family.fused), not torch.accelerator.is_available())
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def _engine(subject: Subject | TokenSubject, family: PipelineFamily, name: str) -> RolloutEngine:
-    if name != "vllm_omni":
-        import torch
+    child_processes: dict[str, Any] = {"path": subject.path, "dtype": "float32", "max_batch": 8}
+    if name == "vllm":
+        if not family.on_vllm:
+            raise ValueError(f"vLLM has no model of family {family.name!r}")
+        from omni_async.rollout.vllm_engine import VllmEngine
 
-        from omni_async.rollout.diffusers_engine import DiffusersEngine
-        from omni_async.rollout.transformers_engine import TransformersEngine
+        return VllmEngine(name, family, **child_processes)
+    if name == "vllm_omni":
+        if family.vllm_pipeline is None:
+            raise ValueError(f"family {family.name!r} has no vLLM-Omni pipeline")
+        from omni_async.rollout.vllm_omni_engine import VllmOmniEngine
 
-        cls: Any = DiffusersEngine if name == "diffusers" else TransformersEngine
-        engine: RolloutEngine = cls(name, subject.policy, dtype=torch.float32, max_batch=8, device="cpu")
-        return engine
-    if family.vllm_pipeline is None:
-        raise ValueError(f"family {family.name!r} has no vLLM-Omni pipeline")
-    from omni_async.rollout.vllm_omni_engine import VllmOmniEngine
+        return VllmOmniEngine(name, family, **child_processes)
+    import torch
 
-    return VllmOmniEngine(name, family, path=subject.path, dtype="float32", max_batch=8)
+    from omni_async.rollout.diffusers_engine import DiffusersEngine
+    from omni_async.rollout.transformers_engine import TransformersEngine
+
+    cls: Any = DiffusersEngine if name == "diffusers" else TransformersEngine
+    engine: RolloutEngine = cls(name, subject.policy, dtype=torch.float32, max_batch=8, device="cpu")
+    return engine

@@ -17,17 +17,20 @@ class Found(NamedTuple):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A line of the table. `value` is None if the check could not run; `note` then gives the reason."""
+    """A line of the table. `value` is None if the check could not run; `note` then gives the reason.
+
+    `impossible`: this machine cannot run it, which is no failure."""
 
     subject: str
     check: str
     value: float | None
     bound: float | None
     note: str = ""
+    impossible: bool = False
 
     @property
     def passed(self) -> bool:
-        return self.value is not None and (self.bound is None or self.value <= self.bound)
+        return self.impossible or (self.value is not None and (self.bound is None or self.value <= self.bound))
 
 
 def measure(subject: str, check: str, made: Callable[[], Found]) -> Row:
@@ -67,7 +70,8 @@ def cells(row: Row) -> tuple[str, ...]:
     """Return a row's cells; a check without a bound is only reported."""
     value = "-" if row.value is None else _number(row.value)
     bound = "" if row.bound is None else _number(row.bound)
-    return "ok" if row.passed else "FAILED", row.subject, row.check, value, bound, row.note
+    state = "n/a" if row.impossible else "ok" if row.passed else "FAILED"
+    return state, row.subject, row.check, value, bound, row.note
 
 
 def _number(value: float) -> str:

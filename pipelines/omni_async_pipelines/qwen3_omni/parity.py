@@ -1,12 +1,16 @@
 """Defines the comparison of `omni-async parity` for Qwen3-Omni."""
 
-from omni_async.commands.parity.case import Case, built
-from omni_async_pipelines.qwen3_omni import Qwen3OmniSampling
+from dataclasses import replace
 
-CASES = (
-    Case(
+from omni_async.commands.parity.case import built
+from omni_async_pipelines.qwen3_omni import Qwen3OmniSampling
+from omni_async_pipelines.qwen_omni import parity
+
+CASES = tuple(
+    replace(
+        case,
         specs=(Qwen3OmniSampling(max_tokens=12, temperature=0.7),),
         build=built("omni_async_pipelines.qwen3_omni.tiny:build"),
-        image_sizes=((84, 56), None, (56, 140)),
-    ),
+    )
+    for case in parity.CASES
 )

@@ -60,7 +60,7 @@ def test_a_long_line_is_refused_with_its_number(tmp_path: Path, key: str, capsys
 @pytest.mark.parametrize("family", [first_of(name) for name in NAMES], ids=lambda family: family.name)
 def test_cuts_and_refusals_are_the_codecs_own(tmp_path: Path, family: Family) -> None:
     checkpoint = family.build(tmp_path / "model")
-    case, spec = family.case.with_images(tmp_path), family.specs[0]
+    case, spec = family.case.with_media(tmp_path), family.specs[0]
     images = case.request(spec).prompt.images
     short, long, longer = (Prompt(0, text, images=images) for text in ("the digit 7", LONG, f"{LONG} and more"))
     found = limits(Path(checkpoint), spec)
