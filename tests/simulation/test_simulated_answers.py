@@ -142,3 +142,15 @@ def test_the_simulator_takes_the_time_of_the_real_roles(swap: str, schedule: str
     assert found.staleness_mean == pytest.approx(statistics.fmean(staleness), abs=0.1)
     if swap == "step" and schedule is None:  # otherwise engines wait for their longest answers
         assert found.bound_fraction == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize(("workers", "batch", "close"), [(1, 32, True), (1, 8, False), (2, 32, False)])
+def test_in_step_groups_with_the_longest_answers_are_trained_last(workers: int, batch: int, close: bool) -> None:
+    """Holds the law to be a bound, and a close one where an engine draws all of its answers at once."""
+    engines = {"rollout.workers": workers, "rollout.max_batch": batch, "rollout.max_inflight": batch}
+    config = make_config(**JOB | engines | {"staleness.max_updates": 0, "buffer.window": 4})
+    profile = replace(PROFILE, train=ServiceTime(unit_s=0.4), score=ServiceTime(unit_s=0.02))
+    found = simulate(config, profile, updates=40)
+    assert found.bound_fraction <= 1.01
+    if close:
+        assert found.bound_fraction > 0.95
