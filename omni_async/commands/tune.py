@@ -85,7 +85,7 @@ def tune_recipe(options: argparse.Namespace) -> int:
 
     from omni_async.simulation.tune.report import require_another_file
 
-    out = options.out or Path(f"{options.recipe.stem}.tuned.yaml")
+    out = options.out or Path.cwd() / f"{options.recipe.stem}.tuned.yaml"
     require_another_file(out, options.recipe)
     plot = out.with_suffix(".png") if options.plot else None
     require_apart((("--out", out), ("--plot", plot), ("--json", options.json)))
@@ -93,12 +93,14 @@ def tune_recipe(options: argparse.Namespace) -> int:
     for option, path in (("--out", out), ("--plot", plot), ("--json", options.json)):
         require_writable(option, path, inputs)
 
+    from omni_async.config.draws import samples_of
     from omni_async.config.schedule import SCHEDULES
     from omni_async.simulation.result import not_measured
     from omni_async.simulation.simulate import simulate
     from omni_async.simulation.tune.report import text, write_tuned
     from omni_async.simulation.tune.tuning import tune
 
+    samples = samples_of(config)
     searched = options.staleness or (config.schedule is not None and S in SCHEDULES[config.schedule])
     columns = ("simulation", "done", "at most", "bar", "elapsed", "{task.description}")
     with live_bar(*columns, total=options.budget) as bar:
@@ -111,7 +113,7 @@ def tune_recipe(options: argparse.Namespace) -> int:
             budget=options.budget,
             seed=options.seed,
             keep=options.keep if searched else [*options.keep, S],
-            progress=lambda made, point: show(_summary(point), made),
+            progress=lambda made, point: show(_summary(point, samples), made),
         )
     tuned_config = with_keys(config, tuned.chosen.keys)
     notes = dict.fromkeys([*not_measured(config, profile), *not_measured(tuned_config, profile)])
@@ -145,10 +147,10 @@ def _require_usable(options: argparse.Namespace) -> None:
         raise ConfigError(f"--keep: {S} is what --staleness searches for; leave one of them out")
 
 
-def _summary(point: Point) -> str:
+def _summary(point: Point, samples: str) -> str:
     keys = point.keys
     split = "+".join(str(keys[path]) for path in ("rollout.workers", "reward.workers", "trainer.workers"))
     return (
         f"{split} workers, S {keys['staleness.max_updates']}, groups {keys['buffer.groups']}: {point.images_per_s:.3g}"
-        " images/s"
+        f" {samples}/s"
     )

@@ -10,6 +10,7 @@ from omni_async.config.yaml_text import ConfigError
 from omni_async.plugins.families import PipelineFamily, SamplingSpec
 
 TOKEN_ENGINES = ("transformers", "vllm")  # the engines that draw tokens
+_NOUNS = {"video": "videos", "image": "images", "audio": "sounds"}  # the first that a sample has
 _NO_NOISE = "tokens are not made of noise"
 
 
@@ -20,6 +21,14 @@ def drawn(c: Config) -> Literal["latents", "tokens"] | None:
     if isinstance(spec := c.rollout.sampling, SamplingSpec):
         return "latents" if spec.most_tokens is None else "tokens"
     return None if c.emulation is None else "tokens" if c.rollout.engine in TOKEN_ENGINES else "latents"
+
+
+def samples_of(c: Config) -> str:
+    """Return what the recipe's model makes: answers, videos, sounds, or images if its family is not found."""
+    if drawn(c) == "tokens":
+        return "answers"
+    parts = {part.part for part in c.rollout.sampling.media()} if isinstance(c.rollout.sampling, SamplingSpec) else {}
+    return next((noun for part, noun in _NOUNS.items() if part in parts), "images")
 
 
 def rate_unit(engine: object) -> str:

@@ -196,11 +196,12 @@ class _Job:
         """Return the seconds of a step with S = 0.
 
         All engines start at once, so samples arrive in rounds. The later stages are busy without a break from the first
-        round on, or from the last."""
+        round on, or from the last. Answers of tokens arrive one by one instead."""
         together, group = self._engines * self._batch, self._group_size
         rest = self._samples % together
         # If the last round is not shared evenly, some engines end a sample earlier.
         last = rest % self._engines * math.ceil(rest / self._engines) or rest or together
+        last = last if self._profile.tokens is UNSET else 1
         # If not all samples have a slot at once, the first engines take most of the slots.
         fewest = min(self._batch, self._samples // self._engines) if self._samples <= self._slots else 1
         first = self._first(max(1, fewest))
@@ -215,7 +216,20 @@ class _Job:
             scored + self._group + self._steps,
             before + self._scored((group - 1) % together + 1) + self.train,
             self.generate + self._one_scored() + math.ceil(last / group) * self._group + self._steps,
+            self._unfinished(fewest),
         )
+
+    def _unfinished(self, answers: int) -> float:
+        """Return the least seconds of a step by the groups that are unfinished at any token; 0 without tokens.
+
+        Until the answers that an engine draws together, at least `answers`, have so many tokens, these groups cannot be
+        trained."""
+        tokens = self._profile.tokens
+        if tokens is UNSET:
+            return 0.0
+        groups = self.train - self._steps
+        after = [seconds + share * groups for seconds, share in tokens.unfinished(self._group_size, max(1, answers))]
+        return max(after) + self._one_scored() + self._steps
 
     def _generated(self, samples: int) -> float:
         """Return the seconds until all engines together have generated the samples, sharing them evenly.

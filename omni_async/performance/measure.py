@@ -12,15 +12,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean, median
 from typing import Any
 
+from msgspec import UNSET
+
 from omni_async.config import Config
 from omni_async.config.draws import drawn
 from omni_async.config.reward import Reward
 from omni_async.config.rollout import Rollout
 from omni_async.control.reward_formula import labels_of
+from omni_async.performance.measure_tokens import Stay, is_validation, stays_of, token_times, tokens_of
 from omni_async.performance.profile import NOTHING, Payload, Profile, ScorerTime, ServiceTime, fit
 from omni_async.types import Span
-
-Job = tuple[float, float]  # units, seconds
 
 _FEWEST_UPDATES_TO_SKIP_ONE = 4
 
@@ -46,10 +47,15 @@ def measure(spans: Sequence[Span], config: Config, *, samples_per_rank: float, n
     switch = _each(steady["switch"])
     # A span begins with the wait for a boundary between two denoising steps; the shortest span has almost no wait.
     swap = min(map(_seconds, steady["swap"]), default=0.0)
-    # Answers join and end at any token, so their spans show no batches.
-    batches = [] if drawn(config) == "tokens" else by_kind["generate"]
+    made = by_kind["generate"], by_kind["swap"], swap
+    tokens, method = None, f"a generation job being up to {config.rollout.max_batch} completions of one engine in a row"
+    if drawn(config) == "tokens":
+        tokens, method = token_times(_stays(*made, config, start)), "those of tokens with the reading of prompts"
+        generate = NOTHING if tokens is None else tokens.in_batches
+    else:
+        generate = fit([(float(len(job)), seconds) for job, seconds in _generate_jobs(*made, config.rollout, start)])
     stages: dict[str, Any] = {
-        "generate": fit(_generate_jobs(batches, by_kind["swap"], swap, config.rollout, start)),
+        "generate": generate,
         "score": _of_scorer(steady["score"]),
         "proximal": fit([(samples_per_rank, _seconds(span)) for span in steady["proximal"]]),
         "train": fit([(samples_per_rank, _seconds(span)) for span in steady["train"] if "group" in span.args]),
@@ -63,13 +69,11 @@ def measure(spans: Sequence[Span], config: Config, *, samples_per_rank: float, n
     missing = [stage for stage, service in stages.items() if service == NOTHING]
     return Profile(
         name=name,
-        source=(
-            f"{source}; service times from its spans, a generation job being up to {config.rollout.max_batch}"
-            " completions of one engine in a row"
-        ),
+        source=f"{source}; service times from its spans, {method}",
         assumed=f"zero because the run shows nothing of it: {', '.join(missing)}" if missing else "",
         payload=_payload(by_kind["generate"], by_kind["publish"]),
         scorers=_scorers(steady["score"], config.reward),
+        tokens=UNSET if tokens is None else tokens,
         **stages,
     )
 
@@ -148,26 +152,40 @@ def _publish(publishes: Iterable[Span], stages: Iterable[Span]) -> list[float]:
     return [max(0.0, staged.get(span.args.get("version", -1), span.end) - span.start) for span in publishes]
 
 
+def _stays(answers: Iterable[Span], swaps: Iterable[Span], pause: float, config: Config, start: float) -> list[Stay]:
+    """Return the stays of training answers that joined their engines at `start` or later."""
+    if config.rollout.engine == "transformers" and config.emulation is None:  # its answers wait for the longest
+        jobs = _generate_jobs(answers, swaps, pause, config.rollout, start)
+        return [Stay(start, max(map(tokens_of, job)), float(len(job)), seconds) for job, seconds in jobs for _ in job]
+    swapped = {engine: sorted(span.end for span in own) for engine, own in _by_actor(swaps).items()}
+    return [
+        stay
+        for engine, own in _by_actor(answers).items()
+        for stay in stays_of(own, swapped.get(engine, []), pause, config.rollout.max_batch)
+        if stay.joined >= start
+    ]
+
+
+def _by_actor(spans: Iterable[Span]) -> dict[str, list[Span]]:
+    found: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        found[span.actor].append(span)
+    return found
+
+
 def _generate_jobs(
     generated: Iterable[Span], swaps: Iterable[Span], pause: float, rollout: Rollout, start: float
-) -> list[Job]:
-    """Return (samples, busy seconds) of every engine's jobs that began at `start` or later.
+) -> Iterator[tuple[list[Span], float]]:
+    """Yield the samples and busy seconds of every engine's jobs that began at `start` or later.
 
     Pauses for swaps are excluded, and so are jobs with validation samples, which have other step counts."""
-    per_engine: dict[str, list[Span]] = defaultdict(list)
-    for span in generated:
-        per_engine[span.actor].append(span)
-    swapped: dict[str, list[float]] = defaultdict(list)
-    for span in swaps:
-        swapped[span.actor].append(span.end)
-    jobs = []
-    for engine, own in per_engine.items():
+    swapped = _by_actor(swaps)
+    for engine, own in _by_actor(generated).items():
         for begin, samples in _batches(own, rollout.max_batch, rollout.calls * rollout.num_inference_steps):
-            if begin >= start and not any(str(span.args.get("sample", "")).startswith("v") for span in samples):
+            if begin >= start and not any(map(is_validation, samples)):
                 job_end = samples[-1].end
-                pauses = sum(pause for end in swapped[engine] if begin < end <= job_end)
-                jobs.append((float(len(samples)), max(0.0, job_end - begin - pauses)))
-    return jobs
+                pauses = sum(pause for span in swapped.get(engine, ()) if begin < span.end <= job_end)
+                yield samples, max(0.0, job_end - begin - pauses)
 
 
 def _batches(spans: Iterable[Span], max_batch: int, steps: int) -> list[tuple[float, list[Span]]]:

@@ -35,9 +35,9 @@ _LARGEST_FILE = 10_000_000
 Bytes = Count
 
 # Enough to keep a tail of one job in fifty.
-_NUM_QUANTILES = 50
+NUM_QUANTILES = 50
 # Significance that a fixed part of the time needs.
-_STANDARD_ERRORS = 2.0
+STANDARD_ERRORS = 2.0
 # Tolerance of numbers that follow from rounded ones.
 _FAR_FROM_1 = 0.01
 
@@ -101,7 +101,7 @@ def fit(jobs: Sequence[tuple[float, float]]) -> ServiceTime:
     units, seconds = np.array(jobs, dtype=np.float64).T
     fixed, unit = 0.0, float(seconds.sum() / units.sum())
     slope, error = slope_of(units, seconds)
-    if unit - slope > _STANDARD_ERRORS * error:
+    if unit - slope > STANDARD_ERRORS * error:
         fixed, unit = float(seconds.mean() - slope * units.mean()), slope
         if slope < 0:
             fixed, unit = float(seconds.mean()), 0.0
@@ -109,7 +109,7 @@ def fit(jobs: Sequence[tuple[float, float]]) -> ServiceTime:
     factors = sorted(s / e for (_, s), e in zip(jobs, expected, strict=True) if e > 0)
     if len(factors) < 2 or factors[0] == factors[-1]:
         return ServiceTime(fixed, unit)
-    chosen = [factors[int((i + 0.5) / _NUM_QUANTILES * len(factors))] for i in range(_NUM_QUANTILES)]
+    chosen = [factors[int((i + 0.5) / NUM_QUANTILES * len(factors))] for i in range(NUM_QUANTILES)]
     mean = sum(chosen) / len(chosen)
     if mean == 0:  # all but a few jobs took no time
         return ServiceTime(fixed, unit)
@@ -173,6 +173,24 @@ class TokenTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the mean length of the longest of so many answers."""
         count, ordered = len(self.lengths), sorted(self.lengths)
         return sum(length * (((i + 1) / count) ** answers - (i / count) ** answers) for i, length in enumerate(ordered))
+
+    def unfinished(self, size: int, answers: int) -> list[tuple[float, float]]:
+        """Return, for every length, how far an engine is when its answers reach it.
+
+        Args:
+            size: Answers of a group.
+            answers: How many the engine draws together from the first token on.
+
+        Returns:
+            The mean seconds until every answer has so many tokens or has ended, and the mean share of groups with an
+            answer that has not ended before."""
+        count, ordered, begin = len(self.lengths), sorted(self.lengths), self.prefill.mean(answers)
+        found, shorter = [], 0.0  # the sum of the lengths below this one
+        for i, length in enumerate(ordered):
+            drawn = answers * (shorter + (count - i) * length) / count
+            found.append((begin + length * self.token.fixed_s + drawn * self.token.unit_s, 1 - (i / count) ** size))
+            shorter += length
+        return found
 
     def length_of(self, seed: int) -> int:
         """Draw the length of the answer with that seed: the same on any engine, whatever else it draws."""

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from omni_async.config import Config
+from omni_async.config.draws import samples_of
 from omni_async.config.role_table import WORKING
 from omni_async.control.admission import withholds
 from omni_async.performance.law import async_step, max_speedup, smallest_useful_budget
@@ -33,8 +34,8 @@ def show(console: Console, config: Config, found: Simulated, sync: Simulated) ->
         f" train {_number(t.train)} + copying weights {_number(t.blocked)}, publish {_number(t.publish)}; from"
         f" admission to weights {_number(t.latency)}"
     )
-    rate, per_device = found.images_per_s, found.images_per_s_per_device
-    console.print(f"{_number(rate)} images/s over {found.devices:g} devices, {_number(per_device)} each\n")
+    rate, per_device, unit = found.images_per_s, found.images_per_s_per_device, f"{samples_of(config)}/s"
+    console.print(f"{_number(rate)} {unit} over {found.devices:g} devices, {_number(per_device)} each\n")
     roles = _table("what the roles do", "", "busy", "starved", "backpressured")
     for role, shares in found.busy.items():
         roles.add_row(role, *(f"{shares[column]:.1%}" for column in ("busy", "starved", "backpressured")))
@@ -50,11 +51,12 @@ def show(console: Console, config: Config, found: Simulated, sync: Simulated) ->
 
 def show_sweep(console: Console, rows: Sequence[tuple[str, Config, Simulated]]) -> None:
     """Print a row per schedule and budget; speed-ups are relative to the first row."""
+    unit = f"{samples_of(rows[0][1])}/s"
     table = _table(
-        "every schedule, with room in the buffers: images/s of all devices and of each, busy share of the roles,"
+        f"every schedule, with room in the buffers: {unit} of all devices and of each, busy share of the roles,"
         " staleness",
         "schedule",
-        *("s/update", "law", "law/sim", "speed-up", "images/s", "each"),
+        *("s/update", "law", "law/sim", "speed-up", unit, "each"),
         *(role for role in WORKING if role in rows[0][2].busy),
         *("stale", "most"),
     )
@@ -74,8 +76,8 @@ def show_sweep(console: Console, rows: Sequence[tuple[str, Config, Simulated]]) 
     console.print(table)
 
 
-def show_what_if(console: Console, found: WhatIf) -> None:
-    """Print the effect of one change: the present, a row per change, and the unknowns of either."""
+def show_what_if(console: Console, config: Config, found: WhatIf) -> None:
+    """Print the effect of one change of the job: the present, a row per change, and the unknowns of either."""
     now, measured = found.present, "nothing measured to compare it with"
     if found.measured_s is not None and found.model_error is not None:
         updates, off = found.measured_updates, found.model_error
@@ -88,7 +90,7 @@ def show_what_if(console: Console, found: WhatIf) -> None:
             stages.add_row(part.stage, _number(part.measured_s), _number(part.simulated_s))
         if found.stages:
             console.print(stages)
-    columns = ("s/update", "images/s", "gain", "+-", "devices", "each", "stale")
+    columns = ("s/update", f"{samples_of(config)}/s", "gain", "+-", "devices", "each", "stale")
     table = _table("what one change would buy", "change", *columns)
     table.add_column("held up by", no_wrap=True)
     for one in (now, *found.changes):

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import UNSET
 
 from omni_async.config import Config, ConfigError, load
 from omni_async.config.draws import drawn
@@ -76,11 +77,6 @@ def read_measured(folder: Path) -> MeasuredRun:
     if not run.config_yaml.is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no config.yaml; give one, or a recipe")
     config = load(run.config_yaml, within=folder)
-    if drawn(config) == "tokens":
-        raise ConfigError(
-            f"{folder}: the profile of a run of answers has no times of tokens; simulate {run.config_yaml} with"
-            " --profile NAME"
-        )
     if not run.profile.is_file():
         raise ConfigError(
             f"{folder} has no profile.json, which a run writes at its end if it made an update; end it with `omni-async"
@@ -107,6 +103,11 @@ def read_measured(folder: Path) -> MeasuredRun:
         spans = []
     finished = [line.finished for line in updates]
     profile = read_profile(run.profile, within=folder)
+    if drawn(config) == "tokens" and profile.tokens is UNSET:
+        raise ConfigError(
+            f"{folder}: its profile has no times of tokens: no answer ended after the warm-up, or an older version wrote"
+            f" it; simulate {run.config_yaml} with --profile NAME"
+        )
     validation = min(_MOST_VALIDATED, max((line.asked for line in rounds), default=0))
     stages = stage_seconds(spans, finished, config)
     return MeasuredRun(config, profile, finished, devices, stages, validation, rejected)

@@ -11,6 +11,8 @@ import msgspec
 import pytest
 
 from omni_async.cli import main
+from omni_async.config import load
+from omni_async.config.draws import samples_of
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.reporting import buffer_statistics
 from omni_async.performance.profile import write_profile
@@ -20,6 +22,7 @@ from omni_async.simulation.simulate import Steady, simulate
 from omni_async.simulation.sweep import arms, choose_bundle, in_bundles
 from omni_async.simulation.world import Gauge, Meters, Stretches, Window
 from tests.simulation.simulation_world import make_config, make_profile
+from tests.support.places import ROOT
 
 PROFILE = make_profile(
     generate=(1.0, 0.5),
@@ -235,6 +238,23 @@ def test_the_command_predicts_a_job_whose_files_do_not_exist(capsys: pytest.Capt
         assert words in shown, words
     assert "images/s over 4 devices" in shown
     assert "with the times of profile" in shown and "nothing is generated, scored or trained" in " ".join(shown.split())
+
+
+EMULATED = ROOT / "recipes" / "emulated"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "made"),
+    [("qwen_image_lora_h800", "images"), ("wan22_dance", "videos"), ("qwen3_omni_thinker", "answers")],
+)
+def test_samples_are_called_what_the_model_makes(recipe: str, made: str) -> None:
+    assert samples_of(load(EMULATED / f"{recipe}.yaml")) == made
+
+
+def test_throughput_is_that_of_answers_where_the_model_draws_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(EMULATED / "qwen3_omni_thinker.yaml"), "--updates", "12"]) == 0
+    shown = capsys.readouterr().out
+    assert "answers/s over 8 devices" in shown and "images" not in shown
 
 
 @pytest.mark.usefixtures("recipe")

@@ -50,7 +50,7 @@ def test_it_prints_the_choice_and_writes_the_recipe(folder, capsys):
     assert tune("recipe.yaml --profile steady.json --devices 3 --staleness") == 0
     printed = capsys.readouterr()
     assert "Throughput against staleness: 3 gpus, profile steady" in printed.out
-    assert printed.out.endswith("wrote recipe.tuned.yaml\n")
+    assert printed.out.endswith(f"wrote {folder / 'recipe.tuned.yaml'}\n")
     assert load("recipe.tuned.yaml").staleness.max_updates == 1
     lines = printed.err.splitlines()
     assert all(line.startswith(f"simulated {number}: ") for number, line in enumerate(lines, start=1))
@@ -126,6 +126,15 @@ def test_a_credential_that_the_command_gives_is_not_written(folder, by_law, caps
     printed = capsys.readouterr()
     texts = [printed.out, printed.err, (folder / "recipe.tuned.yaml").read_text(), (folder / "t.json").read_text()]
     assert "hunter2" not in "".join(texts) and "***" in texts[2]
+
+
+def test_a_recipe_of_answers_is_tuned_into_the_working_directory(folder, by_law, capsys):
+    assert tune(f"{ROOT}/recipes/emulated/qwen3_omni_thinker.yaml --devices 16 --budget 16") == 0
+    printed = capsys.readouterr()
+    written = folder / "qwen3_omni_thinker.tuned.yaml"
+    assert printed.out.endswith(f"wrote {written}\n") and load(written).rollout.sampling.max_tokens == 8192
+    assert "answers/s" in printed.out and " answers/s" in printed.err
+    assert "images" not in f"{printed.out}{printed.err}{written.read_text()}"
 
 
 @pytest.mark.parametrize(

@@ -116,11 +116,45 @@ def test_what_a_run_has_no_spans_of_is_zero_and_named() -> None:
     assert measured([]).payload == Payload(), "a run that never began has a profile, too"
 
 
-def test_answers_end_at_any_token_and_show_no_batches() -> None:
-    config = build({}, {"rollout.sampling": AnswerSampling()})
-    spans = generated("rollout-0", 0.0, 5.0, 4)
-    found = measure(spans, config, samples_per_rank=1.0, name="run-1", source="a test")
-    assert found.generate == NOTHING and "generate" in found.assumed
+def answers_measured(spans: list[Span], engine: str = "vllm") -> Profile:
+    job = build({}, {"rollout.sampling": AnswerSampling(), "rollout.engine": engine, "rollout.max_batch": 4})
+    return measure(spans, job, samples_per_rank=1.0, name="run-1", source="a test")
+
+
+def answer(begin: float, end: float, tokens: int, sample: str = "g0.s0") -> Span:
+    spans = ((3, tokens - 1), (4, 1)) if tokens > 1 else ((3, tokens),)
+    return Span("rollout-0", "generate", begin, end, {"sample": sample, "version_steps": spans})
+
+
+def test_a_token_takes_longer_with_more_answers_in_the_engine() -> None:
+    """A token takes 0.1 s and 0.02 s an answer: one after the other, in pairs, and four that a fifth waits for."""
+    spans, now = [], 0.0
+    for together in (1, 2, 4) * 4:
+        token_s = 0.1 + 0.02 * together
+        spans += [answer(now, now + 10 * token_s, 10) for _ in range(together)]
+        now += 10 * token_s
+    spans.append(answer(now - 1.0, now + 5 * 0.12, 5))
+    spans.append(answer(now, now + 1000.0, 7, sample="v1.p0.s0"))
+    found = answers_measured(spans[:-1]).tokens
+    assert (found.token.fixed_s, found.token.unit_s) == pytest.approx((0.1, 0.02))
+    assert found.lengths == (5,) * 2 + (10,) * 48, "1 of 29"
+    with_validation = answers_measured(spans).tokens
+    assert with_validation.lengths == found.lengths
+
+
+def test_pauses_for_swaps_are_no_tokens() -> None:
+    spans = [answer(5.0 * job, 5.0 * job + 4.2, 40) for job in range(8)]
+    spans += [Span("rollout-0", "swap", 5.0 * job + 1.0, 5.0 * job + 1.2, {"version": job}) for job in range(8)]
+    found = answers_measured(spans)
+    assert found.tokens.token == ServiceTime(fixed_s=pytest.approx(0.1))
+    assert found.generate == found.tokens.in_batches and "generate" not in found.assumed
+
+
+def test_answers_in_transformers_wait_for_the_longest_of_their_batch() -> None:
+    spans = [answer(0.0, 4.0 * job + 4.0, length) for job in range(4) for length in (2, 3, 5, 8)]
+    found = answers_measured(spans, engine="transformers").tokens
+    assert found.lengths == (8,) * 50 and found.token.mean(4) == pytest.approx(0.5)
+    assert answers_measured([]).generate == NOTHING
 
 
 def test_variation_is_kept() -> None:

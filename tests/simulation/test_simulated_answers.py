@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from msgspec import UNSET
 from msgspec.structs import replace
 
-from omni_async.config import ConfigError
-from omni_async.performance.profile import ServiceTime, TokenTimes, load_profile, require_times, write_profile
+from omni_async import cli
+from omni_async.algorithms.kinds import samples_per_rank
+from omni_async.config import ConfigError, resolved_yaml
+from omni_async.performance.measure import measure
+from omni_async.performance.profile import Profile, ServiceTime, TokenTimes, load_profile, require_times, write_profile
 from omni_async.rollout.emulated import EmulatedEngine, RandomPayload, TokenByToken
+from omni_async.simulation import what_if
 from omni_async.simulation.simulate import simulate
 from omni_async.simulation.simulated_answers import SimulatedAnswers
 from omni_async.simulation.world import Meters, World
@@ -23,7 +29,8 @@ from omni_async.types import SampleRequest, SampleResult
 from tests.rollout.conftest import make_request, publish
 from tests.simulation.simulation_world import make_config, make_profile
 from tests.simulation.test_real_roles import UPDATES, played, step_s
-from tests.support.token_family import AnswerSampling
+from tests.support.job_world import Emulated
+from tests.support.token_family import FAMILY, AnswerSampling, token_family
 
 TOKENS = TokenTimes(ServiceTime(0.02, 0.001), (20, 30, 50, 80, 320), ServiceTime(unit_s=0.01))
 PROFILE = replace(
@@ -131,14 +138,59 @@ async def test_new_weights_after_the_last_token_of_an_answer_pause_the_others() 
     assert desk.ended == [(2.5, ((0, 2),)), (5.0, ((0, 2), (1, 2)))]
 
 
+def own_profile(made: Emulated) -> Profile:
+    per_rank = samples_per_rank(made.config)
+    return measure(made.spans, made.config, samples_per_rank=per_rank, name="run", source="a test")
+
+
+def own_prediction(made: Emulated) -> float:
+    """Returns the seconds of an update in a simulation with the times and lengths that the run shows."""
+    return simulate(made.config, own_profile(made), updates=UPDATES, seed=made.config.run.seed).step_s
+
+
 @pytest.mark.parametrize(
     ("swap", "schedule"), [("step", None), ("request", None), ("drain", None), ("step", "sync_colocated")]
 )
 def test_the_simulator_takes_the_time_of_the_real_roles(swap: str, schedule: str | None, tmp_path: Path) -> None:
     made = played(tmp_path, PROFILE, schedule, **JOB | {"weights.swap": swap})
+    assert own_prediction(made) == pytest.approx(step_s(made), rel=0.03)
     staleness = [age for update in made.updates for age in update["staleness"]]
     found = simulate(made.config, PROFILE, updates=UPDATES, seed=made.config.run.seed)
     assert found.step_s == pytest.approx(step_s(made), rel=0.02)
     assert found.staleness_mean == pytest.approx(statistics.fmean(staleness), abs=0.1)
     if swap == "step" and schedule is None:  # otherwise engines wait for their longest answers
         assert found.bound_fraction == pytest.approx(1, abs=0.05)
+
+
+def test_the_folder_of_a_run_of_answers_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(what_if, "changes", lambda config, profile: [])
+    made = played(tmp_path, PROFILE, **JOB | {"trainer.updates": 12})
+    run = tmp_path / "made-20260101-120000"
+    run.mkdir()
+    named = replace(made.config, model=replace(made.config.model, pipeline=FAMILY.name))
+    (run / "config.yaml").write_text(resolved_yaml(named))
+    lines = [{"update": update["version"], "finished": update["finished"]} for update in made.updates]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    measured = own_profile(made)
+    with token_family(tmp_path / "package"):
+        write_profile(run / "profile.json", measured)
+        assert cli.main(["simulate", str(run), "--json", str(tmp_path / "found.json")]) == 0
+        assert "answers/s" in capsys.readouterr().out
+        assert abs(json.loads((tmp_path / "found.json").read_text())["model_error"]) < 0.05
+        write_profile(run / "profile.json", replace(measured, tokens=UNSET))
+        assert cli.main(["simulate", str(run)]) == 2
+    assert "its profile has no times of tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("workers", "batch", "close"), [(1, 32, True), (1, 8, False), (2, 32, False)])
+def test_in_step_groups_with_the_longest_answers_are_trained_last(workers: int, batch: int, close: bool) -> None:
+    """Holds the law to be a bound, and a close one where an engine draws all of its answers at once."""
+    engines = {"rollout.workers": workers, "rollout.max_batch": batch, "rollout.max_inflight": batch}
+    config = make_config(**JOB | engines | {"staleness.max_updates": 0, "buffer.window": 4})
+    profile = replace(PROFILE, train=ServiceTime(unit_s=0.4), score=ServiceTime(unit_s=0.02))
+    found = simulate(config, profile, updates=40)
+    assert found.bound_fraction <= 1.01
+    if close:
+        assert found.bound_fraction > 0.95

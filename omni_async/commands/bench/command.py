@@ -39,9 +39,9 @@ out the first max(2, S + 2) and the last S updates of a run.
 The output begins with the answer: the seconds per update that the fastest arm saves over sync, and their causes, such
 as generation overlapped with training. The causes sum to the measured difference; time without an active role is a
 cause. The table has, per arm: seconds per update (median and quartiles over the repeats), the law's and the simulator's
-prediction, trained samples/s over all devices (not for scaled time), speed-ups, the parts of the trainer's time, how
-busy each role was, and the staleness of trained samples. The law uses the profile of emulated devices; otherwise it
-uses the service times measured in the sync arm.
+prediction, trained samples/s over all devices (not for scaled time), tokens/s of answers, speed-ups, the parts of the
+trainer's time, how busy each role was, and the staleness of trained samples. The law uses the profile of emulated
+devices; otherwise it uses the service times measured in the sync arm.
 
 OUT gets overlap.json (everything, each run's numbers included), overlap.html (one file that opens offline), overlap.md,
 overlap.png and runs/. Ctrl-C keeps finished runs, and the same command resumes with the rest. Exit codes: 0 done, 1 a

@@ -88,6 +88,7 @@ class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
     staleness_max: int
     peak_memory_bytes: int | None
     speedups: dict[str, Speedup]
+    tokens_per_s: Spread | None
 
 
 def compare(overlap: Overlap) -> dict[str, ArmSummary]:
@@ -109,6 +110,7 @@ def _summary(arm: ArmRecord, others: dict[str, ArmRecord]) -> ArmSummary:
     step = spread([run.step_s for run in runs])
     staleness: Counter[int] = sum((Counter(run.staleness) for run in runs), Counter())
     law, simulated = (arm.prediction.law_s, arm.prediction.simulated_s) if arm.prediction else (None, None)
+    tokens = [run.tokens_per_s for run in runs if run.tokens_per_s is not None]
     memory = [run.peak_memory_bytes for run in runs if run.peak_memory_bytes is not None]
     return ArmSummary(
         name=arm.name,
@@ -133,6 +135,7 @@ def _summary(arm: ArmRecord, others: dict[str, ArmRecord]) -> ArmSummary:
             for name in BASELINES
             if name in others and name != arm.name and (rounds := arm.measured.keys() & others[name].measured.keys())
         },
+        tokens_per_s=spread(tokens) if tokens else None,
     )
 
 

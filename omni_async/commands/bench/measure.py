@@ -19,9 +19,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 from omni_async.commands.bench.result import Measured, Stage
 from omni_async.config import Config, ConfigError
+from omni_async.config.draws import drawn
+from omni_async.performance.measure_tokens import is_validation, tokens_of
 from omni_async.performance.profile import Profile, load_profile
 from omni_async.records.write.files import read_lines
 from omni_async.records.write.summary import read_summary
@@ -102,12 +105,15 @@ def measure(run: Path, config: Config) -> Measured:
     start, end = finished[first], finished[last]
     categories = attribute(spans, start, end, config.rollout.workers)
     images = config.trainer.groups_per_update * config.rollout.group_size / step
+    made = [span for span in spans if span.kind == "generate" and start <= span.end < end and not is_validation(span)]
+    tokens = fmean(map(tokens_of, made)) if made and drawn(config) == "tokens" else None
     return Measured(
         updates=len(steps),
         step_s=step,
         steps_s=steps,
         images_per_s=images,
         images_per_s_per_device=images / summary.devices,
+        tokens_per_s=None if tokens is None else images * tokens,
         attribution={name: seconds / len(steps) for name, seconds in categories.items()},
         stages=_stages(spans, start, end, len(steps), config, run_profile(run)),
         busy=busy_fractions(spans, start, end),

@@ -52,6 +52,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """The steady part of one run: `updates` updates, without warm-up and drain.
 
     `step_s`: mean seconds per update; `steps_s`: each of them. `images_per_s`: samples trained on, by the whole job.
+    `tokens_per_s`: that, times the mean tokens of generated answers; None if the model draws latents.
     `attribution` sums to `step_s`. `busy`: role -> busy, starved, backpressured fractions. `staleness` (groups by
     staleness) and `peak_memory_bytes` are the whole run's."""
 
@@ -65,6 +66,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     busy: dict[str, dict[str, Value]]
     staleness: dict[Count, Count]
     peak_memory_bytes: Count | None
+    tokens_per_s: Value | None = None
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -62,6 +62,7 @@ def sections(overlap: Overlap) -> list[Section]:
         "simulated / measured - 1": lambda s: percent(s.deviation, signed=True),
         "runs": lambda s: f"{s.runs} of {overlap.repeats}",
     }
+    rate = "trained tokens/s" if scale == 1 else "trained tokens/s, in the profile's time"
     # A row of quartiles follows the row of every baseline.
     speedups = [
         row
@@ -79,6 +80,7 @@ def sections(overlap: Overlap) -> list[Section]:
     titled: dict[str, Iterable[tuple[str, Cell]]] = {
         "seconds per update": step.items(),
         "trained samples/s": throughput.items(),
+        rate: [("all devices", lambda s: number(s.tokens_per_s.median * scale) if s.tokens_per_s is not None else "")],
         "devices": [("all roles", lambda s: f"{s.devices:g}")],
         "speed-up over": speedups,
         "where the seconds go": [(text, partial(_category, name)) for name, text in CATEGORIES.items()],

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from omni_async.config import Config, ConfigError
 from omni_async.config.checks import check
+from omni_async.config.draws import samples_of
 from omni_async.config.schedule import apply_schedule, num_devices
 from omni_async.config.schema import ScheduleName
 from omni_async.performance.law import StageTimes, smallest_useful_budget
@@ -67,7 +68,8 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     - recipe: the unchanged recipe, on `recipe_devices`.
     - in_step: schedules without overlap on the chosen devices, by name.
     - times: of the chosen split, by the law. needed: the smallest S at which its slowest stage never waits, by the law.
-    - noise: the effect of another seed, as a fraction of images/s.
+    - noise: the effect of another seed, as a fraction of samples/s.
+    - samples: what a sample is (`omni_async.config.draws.samples_of`).
     - spent: the budget ended the search.
     - shared: the devices are CPUs, fewer than the roles take, so the split is the recipe's.
     - pools: the needs of the pools of `reward.pools`."""
@@ -92,6 +94,12 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     spent: bool
     shared: bool = False
     pools: list[PoolSize] = []
+    samples: str = "images"
+
+    @property
+    def unit(self) -> str:
+        """The unit of throughput."""
+        return f"{self.samples}/s"
 
     @property
     def is_no_slower(self) -> bool:
@@ -164,6 +172,7 @@ def tune(
         spent=spent,
         shared=shared,
         pools=pool_sizes(base, profile, chosen.keys),
+        samples=samples_of(base),
     )
 
 

@@ -60,6 +60,22 @@ def test_the_variation_of_a_stage_is_the_profiles_and_unknown_without_one(tmp_pa
     assert measure(run.path, given.config).stages["generation"].variation is None
 
 
+def test_tokens_per_second_are_those_of_the_answers_of_the_steady_part(tmp_path):
+    given = inputs(tmp_path, *SYNC)
+    spans, finished = world.sync_spans(12)
+    lengths = {"g1.s0": [[0, 10]], "g1.s1": [[0, 20], [1, 30]], "v1.p0.s0": [[0, 999]]}
+    inside = world.ORIGIN + 4 * world.SYNC_STEP
+    for sample, versions in lengths.items():
+        args = {"sample": sample, "version_steps": versions}
+        spans.append(Span("rollout-0", "generate", inside - 1, inside, args))
+    spans.append(Span("rollout-0", "generate", world.ORIGIN, world.ORIGIN + 1, {"version_steps": [[0, 999]]}))
+    run, _ = world.write_run(given, [s for s in spans if s.kind != "generate" or "version_steps" in s.args], finished)
+    assert measure(run.path, given.config).tokens_per_s is None
+    answers = replace(given.config, rollout=replace(given.config.rollout, engine="vllm"))
+    found = measure(run.path, answers)
+    assert found.tokens_per_s == pytest.approx(30 * found.images_per_s)
+
+
 def test_warm_up_and_drain_are_left_out(tmp_path):
     given = inputs(tmp_path, "schedule=async", "staleness.max_updates=2")
     slow, fast = 7.0, 1.0

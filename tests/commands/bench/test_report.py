@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from omni_async.commands.bench import table
@@ -95,6 +96,14 @@ def test_a_cell_per_arm_and_a_word_where_there_is_no_number():
     assert [found["staleness, updates", f"{age}, % of groups"][0] for age in (0, 2)] == ["75", "25"]
     assert found["memory, GiB", "peak of the job"][0] == "1.5"
     assert ("seconds per update", "in the profile's time") not in found
+    assert "trained tokens/s" not in {title for title, _ in found}
+
+
+@pytest.mark.parametrize(("scale", "title", "cell"), [(1.0, "", "4000"), (0.01, ", in the profile's time", "40")])
+def test_tokens_per_second_are_those_of_the_profile_s_time(scale: float, title: str, cell: str):
+    drawn = tuple(replace(one, measured=replace(one.measured, tokens_per_s=4000.0)) for one in runs(8.0))
+    found = cells(result(arm("sync", runs=drawn), arm("async:1", 1, runs=runs(5.0)), time_scale=scale))
+    assert found[f"trained tokens/s{title}", "all devices"] == [cell, ""]
 
 
 def test_notes_name_speed_ups_failures_skips_and_where_the_law_is_from():
