@@ -51,7 +51,7 @@ def examined(data: Data, config: Config | None) -> Examined:
             raise ConfigError(str(error)) from None
         specs = {f"rollout.sampling {number}": spec for number, spec in enumerate(config.rollout.specs)}
         checks = [inputs_check(family, [*specs.values()])]
-        limits = PromptLimits(Path(config.model.path), specs)
+        limits = PromptLimits(Path(config.model.path), specs, config.rollout.engine_args.get("max_model_len"))
     table = open_table(str(data.prompts), "data.prompts")
     places: list[str] = []
     prompts: list[Prompt] = []
@@ -71,9 +71,8 @@ def examined(data: Data, config: Config | None) -> Examined:
         errors += [(places[position], problem) for position, problem in limits.problems(key, prompts).items()]
         for tokenizer, (most, counts) in limits.lengths(key, prompts).items():
             middle, longer = counts[len(counts) // 2], sum(count > most for count in counts)
-            lines.append(
-                f"tokens by {tokenizer}: median {middle}, longest {counts[0]}, limit {most:g}, above it {longer}"
-            )
+            share = f"median {middle}, longest {counts[0]}, limit {most:g}, above it {longer}"
+            lines.append(f"tokens by {tokenizer or 'tokenizer'}: {share}")
         lines += [note for note in dict.fromkeys(limits.notes) if "not counted" in note]
     if not prompts and not errors:
         errors.append((f"data.prompts: {data.prompts}", f"holds no prompts; expected one a {table.place}"))
