@@ -13,6 +13,7 @@ from omni_async.config import Config, ConfigError
 from omni_async.config.schema import Data
 from omni_async.data.bad_places import kind_of
 from omni_async.data.prompts import PromptCheck, each_prompt
+from omni_async.data.split import question_of
 from omni_async.data.tables import open_table
 from omni_async.types import Prompt
 
@@ -117,11 +118,12 @@ def _counts(prompts: Sequence[Prompt], refused: int) -> list[str]:
 
 def _repeated(prompts: Sequence[Prompt], places: Sequence[str]) -> list[str]:
     """Return lines on prompts that occur again: as they are, with other columns, or in other case and spaces."""
-    texts = [prompt.text for prompt in prompts]
+    asked, whole = [*map(question_of, prompts)], [tuple(map(repr, prompt.content)) for prompt in prompts]
+    plain = [(" ".join(text.casefold().split()), *files) for text, *files in asked]
     forms: tuple[tuple[str, Sequence[object], Sequence[object]], ...] = (
-        ("rows that repeat an earlier row", [tuple(map(repr, prompt.content)) for prompt in prompts], ()),
-        ("rows that repeat a prompt with other columns", texts, [tuple(map(repr, one.content)) for one in prompts]),
-        ("prompts that differ only in case or spaces", [" ".join(text.casefold().split()) for text in texts], texts),
+        ("rows that repeat an earlier row", whole, ()),
+        ("rows that repeat a prompt with other columns", asked, whole),
+        ("prompts that differ only in case or spaces", plain, asked),
     )
     lines = []
     for what, keys, distinct in forms:
