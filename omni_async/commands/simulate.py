@@ -32,7 +32,7 @@ time, on devices that take the times of a profile. The model, prompt files and s
   omni-async simulate runs/quickstart-20260101-120000
 
 For a run's folder, or with --what-if, the table has a row per change: another staleness budget, larger and smaller
-buffers, one more rollout engine, reward worker or trainer rank. Gains are in images/s. +- is the spread over seeds of
+buffers, one more rollout engine, reward worker or trainer rank. Gains are in samples/s. +- is the spread over seeds of
 the service times and, for a run, the difference between its simulation and its measured time. If that is more than 3 %,
 the output names the stage that differs, with its measured and its simulated seconds. The effect of a change on learning
 is not simulated.
@@ -41,7 +41,7 @@ A profile contains the times of the stages: every run writes one (profile.json),
 `emulation` names its own. Seconds are the profile's; emulation.time_scale plays no role. Validation rounds and
 rejected groups are simulated for a run's folder alone. Checkpoints are left out.
 
-The output has the law of overlap next to the simulation, images/s over all devices, the activity of each role (starved:
+The output has the law of overlap next to the simulation, samples/s of all devices, the activity of each role (starved:
 it waits for input; backpressured: the staleness budget or a full buffer blocks it), the staleness of trained samples,
 and the fill of the buffers. law / simulated near 1: only the bottleneck of the law limits the job. Below 1: buffers,
 publishes, uneven batches or varying service times cost time. With --sweep: a row per schedule, and for async a row per

@@ -150,5 +150,5 @@ def _summary(point: Point) -> str:
     split = "+".join(str(keys[path]) for path in ("rollout.workers", "reward.workers", "trainer.workers"))
     return (
         f"{split} workers, S {keys['staleness.max_updates']}, groups {keys['buffer.groups']}: {point.images_per_s:.3g}"
-        " images/s"
+        " samples/s"
     )

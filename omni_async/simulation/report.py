@@ -34,7 +34,7 @@ def show(console: Console, config: Config, found: Simulated, sync: Simulated) ->
         f" admission to weights {_number(t.latency)}"
     )
     rate, per_device = found.images_per_s, found.images_per_s_per_device
-    console.print(f"{_number(rate)} images/s over {found.devices:g} devices, {_number(per_device)} each\n")
+    console.print(f"{_number(rate)} samples/s over {found.devices:g} devices, {_number(per_device)} each\n")
     roles = _table("what the roles do", "", "busy", "starved", "backpressured")
     for role, shares in found.busy.items():
         roles.add_row(role, *(f"{shares[column]:.1%}" for column in ("busy", "starved", "backpressured")))
@@ -51,10 +51,10 @@ def show(console: Console, config: Config, found: Simulated, sync: Simulated) ->
 def show_sweep(console: Console, rows: Sequence[tuple[str, Config, Simulated]]) -> None:
     """Print a row per schedule and budget; speed-ups are relative to the first row."""
     table = _table(
-        "every schedule, with room in the buffers: images/s of all devices and of each, busy share of the roles,"
+        "every schedule, with room in the buffers: samples/s of all devices and of each, busy share of the roles,"
         " staleness",
         "schedule",
-        *("s/update", "law", "law/sim", "speed-up", "images/s", "each"),
+        *("s/update", "law", "law/sim", "speed-up", "samples/s", "each"),
         *(role for role in WORKING if role in rows[0][2].busy),
         *("stale", "most"),
     )
@@ -88,7 +88,7 @@ def show_what_if(console: Console, found: WhatIf) -> None:
             stages.add_row(part.stage, _number(part.measured_s), _number(part.simulated_s))
         if found.stages:
             console.print(stages)
-    columns = ("s/update", "images/s", "gain", "+-", "devices", "each", "stale")
+    columns = ("s/update", "samples/s", "gain", "+-", "devices", "each", "stale")
     table = _table("what one change would buy", "change", *columns)
     table.add_column("held up by", no_wrap=True)
     for one in (now, *found.changes):

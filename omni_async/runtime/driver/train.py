@@ -378,7 +378,7 @@ def _farewell(run: RunDirectory, observer: Observer, summary: Summary, sinks: Si
     lines += groups_left_out(counts, summary.reject_reasons, summary.drop_reasons)
     if summary.validation:
         lines += validation_lines(summary.validation, summary.validation_change)
-    names = ("images", "metrics", "ledger", "logs", "summary", "profile", "timeline")
+    names = ("samples", "metrics", "ledger", "logs", "summary", "profile", "timeline")
     paths = (run.samples, run.metrics, run.ledger, run.logs, run.summary, run.profile, run.trace)
     files = dict(zip(names, paths, strict=True))
     written = {name: any(path.iterdir()) if path.is_dir() else path.exists() for name, path in files.items()}

@@ -16,7 +16,7 @@ _FRONT, _CHOSEN, _RECIPE, _OTHER = "#0072B2", "#D55E00", "#009E73", "#999999"
 
 
 def picture(tuned: Tuned) -> Figure:
-    """Plot images/s against mean staleness."""
+    """Plot samples/s against mean staleness."""
     figure = Figure(figsize=(8.0, 4.8), layout="constrained")
     axes = figure.subplots()
     axes.scatter(*_coordinates(tuned.points), s=16, color=_OTHER, label="simulated")
@@ -31,7 +31,7 @@ def picture(tuned: Tuned) -> Figure:
     if tuned.recipe_devices == tuned.devices:
         axes.plot(*_coordinates([tuned.recipe]), color=_RECIPE, marker="s", linestyle="none", label="recipe as it is")
     axes.set_xlabel("staleness of trained groups, updates (mean; S: the bound)")
-    axes.set_ylabel(f"images/s on {tuned.devices} {tuned.kind}")
+    axes.set_ylabel(f"samples/s on {tuned.devices} {tuned.kind}")
     axes.set_title(f"profile {tuned.profile}")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)

@@ -67,7 +67,7 @@ def text(tuned: Tuned) -> str:
 def _front(tuned: Tuned) -> str:
     rows = [point.keys for point in tuned.front]
     shown = _COLUMNS | {path: name for path, name in _RARE.items() if len({row[path] for row in rows}) > 1}
-    head = ["", "images/s", "per device", "of best", "staleness mean", "max", *shown.values()]
+    head = ["", "samples/s", "per device", "of best", "staleness mean", "max", *shown.values()]
     best = tuned.fastest.images_per_s
     lines = [
         [
@@ -85,7 +85,7 @@ def _front(tuned: Tuned) -> str:
 
 
 def _comparison(tuned: Tuned) -> str:
-    head = ["", "devices", "images/s", "per device", "tuned is", "s per update", "law", "bound fraction"]
+    head = ["", "devices", "samples/s", "per device", "tuned is", "s per update", "law", "bound fraction"]
     head += ["staleness mean", "max", "busy: rollout", "reward", "trainer"]
     rows = [
         _row("tuned", tuned, tuned.chosen, tuned.devices),
@@ -115,7 +115,7 @@ def _row(name: str, tuned: Tuned, point: Point, devices: float) -> list[str]:
 
 def _remarks(tuned: Tuned) -> list[str]:
     remarks = [
-        "tuned is: its images/s per device over the row's. By the law no overlap is more than"
+        "tuned is: its samples/s per device over the row's. By the law no overlap is more than"
         f" {max_speedup(tuned.times):.2f} times as fast as schedule: sync on the same split"
         f" ({seconds(tuned.times.total)} per update)."
     ]
@@ -148,8 +148,8 @@ def _remarks(tuned: Tuned) -> list[str]:
     remarks += [_pool(number, pool) for number, pool in enumerate(tuned.pools)]
     if tuned.noise > 0.001:
         remarks.append(
-            f"Another seed changes images/s by about {100 * tuned.noise:.1f} %; the plainer of values that differ by no"
-            " more than three times that is chosen."
+            f"Another seed changes samples/s by about {100 * tuned.noise:.1f} %; the plainer of values that differ by"
+            " no more than three times that is chosen."
         )
     if tuned.spent:
         remarks.append(
@@ -232,10 +232,10 @@ def _tuned_yaml(base: str, config: Config, overrides: Sequence[str], tuned: Tune
     """Return the text of the recipe. `base`: the recipe's path relative to the file's folder."""
     simulated = tuned.chosen.simulated
     head = (
-        f"{number(tuned.chosen.images_per_s)} images/s on {tuned.devices} {tuned.kind} ({number(simulated.step_s)} s"
+        f"{number(tuned.chosen.images_per_s)} samples/s on {tuned.devices} {tuned.kind} ({number(simulated.step_s)} s"
         f" per update), staleness {simulated.staleness_mean:.2f} on average and {simulated.staleness_max} at most,"
-        f" simulated with profile {tuned.profile}. The recipe as it is: {number(tuned.recipe.images_per_s)} images/s on"
-        f" {tuned.recipe_devices:g}. Written by omni-async tune."
+        f" simulated with profile {tuned.profile}. The recipe as it is: {number(tuned.recipe.images_per_s)} samples/s"
+        f" on {tuned.recipe_devices:g}. Written by omni-async tune."
     )
     given = _given(config, overrides, tuned.keys)
     lines = [*_comment(head), *_yaml({"extends": base})]

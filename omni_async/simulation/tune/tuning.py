@@ -67,7 +67,7 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     - recipe: the unchanged recipe, on `recipe_devices`.
     - in_step: schedules without overlap on the chosen devices, by name.
     - times: of the chosen split, by the law. needed: the smallest S at which its slowest stage never waits, by the law.
-    - noise: the effect of another seed, as a fraction of images/s.
+    - noise: the effect of another seed, as a fraction of samples/s.
     - spent: the budget ended the search.
     - shared: the devices are CPUs, fewer than the roles take, so the split is the recipe's.
     - pools: the needs of the pools of `reward.pools`."""
