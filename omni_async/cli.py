@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 _ABOUT = """\
-Fully asynchronous RL post-training of diffusion and flow-matching generators. From a clone to a page about a run, on
+Fully asynchronous RL post-training of diffusion, flow-matching and omni models. From a clone to a page about a run, on
 two CPU cores:
 
   omni-async train recipes/quickstart/quickstart.yaml
