@@ -1,4 +1,4 @@
-"""omni_async: fully asynchronous RL post-training of diffusion and flow-matching generators.
+"""omni_async: fully asynchronous RL post-training of diffusion, flow-matching and omni models.
 
 The modules here are shared by packages: `types`, `media`, `store`, `worker`, `accelerator`, `compat`; `cli` is the
 command line and `api` the Python API, whose names can be imported from here. Importing omni_async imports neither torch

@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 _ABOUT = """\
-Fully asynchronous RL post-training of diffusion and flow-matching generators. From a clone to a page about a run, on
+Fully asynchronous RL post-training of diffusion, flow-matching and omni models. From a clone to a page about a run, on
 two CPU cores:
 
   omni-async train recipes/quickstart/quickstart.yaml
@@ -85,6 +85,7 @@ class _Program(_Parser):
 
 # `--trainer.updates=3`, as many programs spell it.
 _OVERRIDE = re.compile(r"--[A-Za-z_][\w.]*=.*", re.DOTALL)
+_TAKE_RECIPE = ("train", "check", "score", "simulate", "tune", "bench")
 
 # In the order of the program's help.
 _COMMANDS: tuple[Callable[[Any], None], ...] = (
@@ -131,15 +132,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _with_recipe(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments, with `--config RECIPE` of `train` and `check` as the positional RECIPE."""
+    """Return the arguments, with `--config RECIPE` of commands that take a RECIPE as the positional one."""
     words = [*arguments]
-    if words[:1] not in (["train"], ["check"]):
+    if not words or words[0] not in _TAKE_RECIPE:
         return words
+    first = 2 if words[:2] == ["bench", "overlap"] else 1
     for at, word in enumerate(words):
         if word == "--config" and at + 1 < len(words):
-            return [words[0], words[at + 1], *words[1:at], *words[at + 2 :]]
+            return [*words[:first], words[at + 1], *words[first:at], *words[at + 2 :]]
         if word.startswith("--config="):
-            return [words[0], word.partition("=")[2], *words[1:at], *words[at + 1 :]]
+            return [*words[:first], word.partition("=")[2], *words[first:at], *words[at + 1 :]]
     return words
 
 

@@ -26,6 +26,9 @@ from omni_async.rewards import functions
 from tests.e2e.scorers import Brightness
 from tests.support.job_world import ENVIRONMENT, slow_at, write_emulated
 from tests.support.patience import PATIENCE, wait_for
+from tests.support.places import ROOT
+
+READ_DIGITS = ROOT / "recipes" / "quickstart" / "read_digits" / "read_digits.yaml"
 
 
 def brightness(images: Any, prompts: Any) -> list[float]:
@@ -247,6 +250,32 @@ def test_scores_are_those_of_the_command(recipe: Path) -> None:
     command = [sys.executable, "-m", "omni_async.cli", "score", str(recipe), str(folder), own, "--json", str(out)]
     subprocess.run(command, check=True, capture_output=True, env=ENVIRONMENT, cwd="/")
     assert found["reward"].tolist() == [row["reward"] for row in json.loads(out.read_text())["rows"]] == [0.013, 0.261]
+
+
+def exact(answers: Any, prompts: Any) -> list[float]:
+    return [float(one.text == prompt.target) for one, prompt in zip(answers, prompts, strict=True)]
+
+
+exact.accepts = ("text",)  # type: ignore[attr-defined]
+
+
+def test_answers_are_scored_by_a_function(tmp_path: Path) -> None:
+    rows = [{"prompt": "1 + 1", "target": "2", "text": text} for text in ("2", "two")]
+    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(omni_async.ConfigError, match=r"accepts image .* but the samples are text; .* NAME\.accepts"):
+        omni_async.score(READ_DIGITS, tmp_path / "answers.jsonl", reward=lambda *both: exact(*both))
+    for reward in (exact, "exact_match"):
+        found = omni_async.score(READ_DIGITS, tmp_path / "answers.jsonl", reward={"own": reward})
+        assert found["reward"].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.thorough
+def test_a_thinker_learns_from_a_function(tmp_path: Path) -> None:
+    changes = {"run.dir": tmp_path, "trainer.updates": 2, "trainer.groups_per_update": 2, "validation.share": 0.02}
+    run = in_a_loop(lambda: omni_async.train(READ_DIGITS, changes, reward=exact))
+    assert run.status()["status"] == "done" and run.metrics["update"].tolist() == [1, 2]
+    assert "answers/s" in (run.path / "logs" / "driver.log").read_text()
+    assert cli.main(["report", str(run.path)]) == 0 and "exact" in (run.path / "report.html").read_text()
 
 
 def test_several_rewards_are_weighted_by_their_names(recipe: Path) -> None:

@@ -218,6 +218,13 @@ def test_spellings_of_other_programs(recipe, capsys, words):
     assert "updates: 7" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "words", ["tune --config R --devices 5", "simulate --sweep --config=R", "bench overlap --config R"]
+)
+def test_every_command_with_a_recipe_takes_it_as_config(words):
+    assert str(cli._parse(words.split()).recipe) == "R"
+
+
 def test_an_unknown_option_names_the_right_spelling(recipe, capsys):
     with pytest.raises(SystemExit):
         cli.main(["train", recipe, "--trainer.updates", "7"])

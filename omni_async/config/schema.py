@@ -166,8 +166,8 @@ class Validation(Section, kw_only=True, frozen=True):
     prompts: Plain | None = None
     """Prompts never trained on."""
     split: InMemory | Annotated[float, Meta(gt=0, lt=1)] | None = None
-    """In place of `prompts`: how many prompts of `data.prompts` to hold out, as a number or a share. The texts alone
-    decide which, so they are the same in every attempt."""
+    """In place of `prompts`: how many prompts of `data.prompts` to hold out, as a number or a share. Texts and
+    files alone decide which, so they are the same in every attempt."""
     limit: InMemory | None = None
     """Most prompts of a round, spread evenly over the file and the same in every round; null: all prompts."""
     samples_per_prompt: Annotated[int, most(10_000, ge=1)] = 1

@@ -249,7 +249,9 @@ def _csv(file: BinaryIO, name: str, names: Names, delimiter: str = ",") -> Itera
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            raise ConfigError(f'{where}: no CSV: {error}; a cell with a quotation mark is quoted: "a ""b"""') from None
+            quoted = 'a cell with a quotation mark is quoted: "a ""b"""'
+            remedy = "write long texts as .jsonl" if "field limit" in str(error) else quoted
+            raise ConfigError(f"{where}: no CSV: {error}; {remedy}") from None
         if cells is None:
             return
         if not cells:

@@ -42,6 +42,7 @@ class EncodedText(msgspec.Struct, frozen=True, kw_only=True):
     chat: otherwise the messages, (role, content), from which the tokenizer's own template builds the text.
     most: the largest number of tokens for the encoder; None: the tokenizer's `model_max_length`.
     dropped: the number of leading tokens, from the template, that do not count.
+    answer: the largest number of tokens of the answer, which share `most` with the text.
     cut: whether a longer text is truncated; otherwise the codec refuses it."""
 
     tokenizer: str
@@ -50,6 +51,7 @@ class EncodedText(msgspec.Struct, frozen=True, kw_only=True):
     chat: tuple[tuple[str, str], ...] = ()
     most: int | None
     dropped: int = 0
+    answer: int = 0
     cut: bool = True
 
     def tokens_at_most(self) -> int:
@@ -84,6 +86,12 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """The largest number of tokens of an answer; None if the family draws latents."""
         return None
 
+    def context(self, checkpoint: Path) -> int | None:
+        """Return the largest number of tokens of a prompt and its answer; None if the family draws latents.
+
+        Called after `problem`, for the model in the folder `checkpoint`; reads the same files."""
+        return None
+
     @property
     def encoding_keys(self) -> tuple[str, ...]:
         """The keys, where the family has them, that decide how prompts are encoded, in addition to size and guidance.
@@ -98,7 +106,7 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return None
 
     def encoded_texts(self, text: str, images: int) -> tuple[EncodedText, ...]:
-        """Return the inputs of the text encoders for a prompt.
+        """Return the inputs of the text encoders for a prompt; of a model that draws tokens, what it reads itself.
 
         Args:
             text: the prompt's text, or a negative prompt.

@@ -105,8 +105,8 @@ def read_measured(folder: Path) -> MeasuredRun:
     profile = read_profile(run.profile, within=folder)
     if drawn(config) == "tokens" and profile.tokens is UNSET:
         raise ConfigError(
-            f"{folder}: its profile has no times of tokens: no answer ended after the warm-up, or an older version wrote"
-            f" it; simulate {run.config_yaml} with --profile NAME"
+            f"{folder}: its profile has no times of tokens: no answer ended after the warm-up, or an older version"
+            f" wrote it; simulate {run.config_yaml} with --profile NAME"
         )
     validation = min(_MOST_VALIDATED, max((line.asked for line in rounds), default=0))
     stages = stage_seconds(spans, finished, config)

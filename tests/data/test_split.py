@@ -4,7 +4,7 @@ import pytest
 
 from omni_async.config import ConfigError
 from omni_async.data.split import held_out, shared_note
-from omni_async.types import Prompt
+from omni_async.types import Prompt, PromptImage
 
 PROMPTS = [Prompt(i, f"prompt {i % 90}") for i in range(100)]
 
@@ -23,6 +23,13 @@ def test_the_texts_alone_decide():
     assert chosen == {prompt.text for prompt in held_out(PROMPTS[::-1], 10)[1]}
     assert chosen > {prompt.text for prompt in held_out(PROMPTS, 5)[1]}
     assert [prompt.text for prompt in held_out([Prompt(0, "a"), Prompt(1, "b"), Prompt(2, "c")], 1)[1]] == ["a"]
+
+
+def test_prompts_of_one_text_are_divided_by_their_files():
+    prompts = [Prompt(i, "How many?", images=(PromptImage(f"{i}.png", str(i % 45)),)) for i in range(50)]
+    training, validation = held_out(prompts, 0.1)
+    assert len(training) + len(validation) == 50 and 5 <= len(validation) <= 6
+    assert shared_note(training, validation) is None
 
 
 def test_prompts_must_be_left_to_train_on():

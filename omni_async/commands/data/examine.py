@@ -13,6 +13,7 @@ from omni_async.config import Config, ConfigError
 from omni_async.config.schema import Data
 from omni_async.data.bad_places import kind_of
 from omni_async.data.prompts import PromptCheck, each_prompt
+from omni_async.data.split import question_of
 from omni_async.data.tables import open_table
 from omni_async.types import Prompt
 
@@ -51,7 +52,7 @@ def examined(data: Data, config: Config | None) -> Examined:
             raise ConfigError(str(error)) from None
         specs = {f"rollout.sampling {number}": spec for number, spec in enumerate(config.rollout.specs)}
         checks = [inputs_check(family, [*specs.values()])]
-        limits = PromptLimits(Path(config.model.path), specs)
+        limits = PromptLimits(Path(config.model.path), specs, config.rollout.engine_args.get("max_model_len"))
     table = open_table(str(data.prompts), "data.prompts")
     places: list[str] = []
     prompts: list[Prompt] = []
@@ -71,9 +72,8 @@ def examined(data: Data, config: Config | None) -> Examined:
         errors += [(places[position], problem) for position, problem in limits.problems(key, prompts).items()]
         for tokenizer, (most, counts) in limits.lengths(key, prompts).items():
             middle, longer = counts[len(counts) // 2], sum(count > most for count in counts)
-            lines.append(
-                f"tokens by {tokenizer}: median {middle}, longest {counts[0]}, limit {most:g}, above it {longer}"
-            )
+            share = f"median {middle}, longest {counts[0]}, limit {most:g}, above it {longer}"
+            lines.append(f"tokens by {tokenizer or 'tokenizer'}: {share}")
         lines += [note for note in dict.fromkeys(limits.notes) if "not counted" in note]
     if not prompts and not errors:
         errors.append((f"data.prompts: {data.prompts}", f"holds no prompts; expected one a {table.place}"))
@@ -119,11 +119,12 @@ def _counts(prompts: Sequence[Prompt], refused: int) -> list[str]:
 
 def _repeated(prompts: Sequence[Prompt], places: Sequence[str]) -> list[str]:
     """Return lines on prompts that occur again: as they are, with other columns, or in other case and spaces."""
-    texts = [prompt.text for prompt in prompts]
+    asked, whole = [*map(question_of, prompts)], [tuple(map(repr, prompt.content)) for prompt in prompts]
+    plain = [(" ".join(text.casefold().split()), *files) for text, *files in asked]
     forms: tuple[tuple[str, Sequence[object], Sequence[object]], ...] = (
-        ("rows that repeat an earlier row", [tuple(map(repr, prompt.content)) for prompt in prompts], ()),
-        ("rows that repeat a prompt with other columns", texts, [tuple(map(repr, one.content)) for one in prompts]),
-        ("prompts that differ only in case or spaces", [" ".join(text.casefold().split()) for text in texts], texts),
+        ("rows that repeat an earlier row", whole, ()),
+        ("rows that repeat a prompt with other columns", asked, whole),
+        ("prompts that differ only in case or spaces", plain, asked),
     )
     lines = []
     for what, keys, distinct in forms:

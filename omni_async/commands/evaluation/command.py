@@ -133,7 +133,7 @@ def _add_drawing(parser: argparse.ArgumentParser, seeds: str, folder: Path) -> N
     prompts = parser.add_mutually_exclusive_group()
     more = "a prompt; may be repeated (default: the recipe's validation.prompts)"
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help=more)
-    prompts.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt file, .txt or .jsonl")
+    prompts.add_argument("--prompts", type=Path, metavar="FILE", help="a table of prompts, as data.prompts")
     add("--limit", type=positive, metavar="N", help="the first N prompts alone")
     add("--seeds", type=positive, metavar="N", help=f"samples per prompt (default: {seeds})")
     add("--seed", type=int, metavar="N", help="seed of their noise (default: the recipe's run.seed)")

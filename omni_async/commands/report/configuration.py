@@ -47,7 +47,7 @@ def next_steps(shown: Sequence[Shown]) -> Section:
             items.append((f"omni-async stop {run}", f"End it, with a checkpoint{of}"))
         if one.run.checkpoints:
             items.append((f"omni-async sample {run} --against base", f"Draw samples, before and after{of}"))
-            items.append((f"omni-async eval {run}", f"Compare its checkpoints on the same prompts and noise{of}"))
+            items.append((f"omni-async eval {run}", f"Compare its checkpoints on the same prompts and seeds{of}"))
             loader = export_loader(one.run.setting("rollout.engine"))
             items.append((f"omni-async export {run} --out exported", f"A model that {loader} loads{of}"))
         if one.run.status in ("killed", "interrupted", "failed") and one.run.checkpoints:

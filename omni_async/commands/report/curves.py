@@ -63,7 +63,7 @@ def _validation(shown: Sequence[Shown], key: str, title: str) -> Chart:
         if banded
         else ""
     )
-    hint = f"Mean over the validation prompts, the same noise in every round; update 0 is the untrained model.{band}"
+    hint = f"Mean over the validation prompts, the same seeds in every round; update 0 is the untrained model.{band}"
     return Chart(
         key.replace("/", "-"),
         title,

@@ -1,4 +1,4 @@
-"""Shows samples over time: the validation samples of every round, with the same prompts and noise in all.
+"""Shows samples over time: the validation samples of every round, with the same prompts and seeds in all.
 
 Media become data URIs in a report. Small images are shown unchanged and larger ones are reduced. A page has a bounded
 number of rounds and bytes; a note reports what is left out.
@@ -43,7 +43,7 @@ def samples(shown: Sequence[Shown], address: Callable[[Run], Address] | None = N
         shown: the runs.
         address: returns addresses for a run's files; by default the files become part of the page."""
     is_paired = all(any(grid.kind == "validation" for grid in one.run.grids) for one in shown)
-    lead = "The same prompts and the same noise, drawn by the model as it was at each round: what training changed."
+    lead = "The same prompts and seeds in every round: what training changed."
 
     def one(run: Shown) -> list[Block]:
         return _one(run.run, _Embedded(run.run.folder.samples) if address is None else address(run.run))
@@ -77,7 +77,8 @@ def _strips(run: Run, rounds: Sequence[Grid], address: Address) -> Samples:
             frames.append(frame)
             if tile is not None and tile.image is not None:
                 sides.append(_side(tile.image, run.folder.samples))
-        strips.append(Strip(key[0], key[1], frames))
+        asked = next((tiles[key].question for tiles in keyed if key in tiles and tiles[key].question), None)
+        strips.append(Strip(key[0], key[1], frames, "" if asked is None else address(asked)))
     left = []
     if len(chosen) < len(rounds):
         left.append(f"{len(chosen)} of {len(rounds)} rounds")

@@ -143,7 +143,7 @@ def slowest(shares_: Mapping[str, Mapping[str, float]], budget: Any) -> Slowest:
         return Slowest("none", f"{starved}, and engines {held}: neither waited much.")
     if starves >= held_back:
         if busy["generation"] >= busy.get("scoring", 0.0):
-            more = "more rollout.workers, a larger rollout.max_batch or fewer denoising steps"
+            more = "more rollout.workers, a larger rollout.max_batch or fewer steps or tokens a sample"
             return Slowest("generation", f"{starved}: generation is the slowest part. What helps: {more}.")
         more = "more reward.workers, a larger reward.batch or a cheaper scorer"
         return Slowest("scoring", f"{starved}: scoring is the slowest part. What helps: {more}.")

@@ -35,12 +35,13 @@ def add_init(commands: Any) -> None:
     add(
         "--from", dest="source", metavar="NAME", help="copy shipped recipes, for example quickstart, and write no other"
     )
-    add("--model", metavar="PATH", help="checkpoint folder in diffusers layout, or owner/name in a hub's cache here")
+    add("--model", metavar="PATH", help="checkpoint folder, or owner/name in a hub's cache here")
     add("--prompts", metavar="FILE", help=_PROMPTS)
     more = "prompts that are not trained on (default: for train.txt, test.txt in its folder; or split: a tenth of all)"
     add("--validation", metavar="FILE", help=more)
     add("--reward", metavar="NAME", help="a scorer; `omni-async list scorers` shows them")
     add("--param", action="append", default=[], metavar="KEY=VALUE", help="a parameter of the scorer (YAML)")
-    add("--algorithm", metavar="NAME", help="an objective (default: flow_grpo); `omni-async list algorithms`")
+    more = "an objective (default: flow_grpo, or token_grpo); `omni-async list algorithms`"
+    add("--algorithm", metavar="NAME", help=more)
     add("--devices", metavar="N", help="accelerators to assign, 0: none (default: this machine's)")
     add("--yes", "--no-input", dest="ask", action="store_false", help="ask nothing")

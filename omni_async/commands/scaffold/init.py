@@ -27,7 +27,7 @@ from omni_async.commands.scaffold.proposals import (
     read_objective,
     read_prompts,
 )
-from omni_async.commands.scaffold.recipe import HELD_OUT_SHARE, REASONS, Answers, Reward, Tree, compose
+from omni_async.commands.scaffold.recipe import HELD_OUT_SHARE, REASONS, TOKEN_REASONS, Answers, Reward, Tree, compose
 from omni_async.commands.scaffold.shipped import copy_recipes
 from omni_async.config import Config, ConfigError, load
 from omni_async.config import reward as sections
@@ -67,6 +67,7 @@ def init(options: argparse.Namespace) -> int:
         decode(tree, Config)
     _rebase(tree, recipe.parent)
     reasons = REASONS | {"algorithm.name": answers.objective.summary}
+    reasons |= TOKEN_REASONS if answers.family.draws == "tokens" else {}
     if size.source:
         reasons |= dict.fromkeys(("rollout.sampling.height", "rollout.sampling.width"), size.source)
     reasons = {path: reason for path, reason in reasons.items() if path not in overridden}
@@ -88,14 +89,14 @@ def init(options: argparse.Namespace) -> int:
 
 def _answers(options: argparse.Namespace, questions: Questions) -> tuple[Answers, int, Size]:
     """Return the answers, the number of prompts, and the proposed size of samples."""
-    question = "Checkpoint folder in diffusers layout"
+    question = "Checkpoint folder, as diffusers or transformers loads it"
     model, (family, size) = questions.answer(
         "--model", options.model, question, None, lambda path: (path, find_model(path))
     )
     proposed = propose_size(model, family, size)
     spec = _spec(family.sampling, proposed.sampling, options.overrides)
     made = " and ".join(dict.fromkeys(shape.part for shape in spec.media()))
-    questions.say(f"{family.name}, {size_text(size)} of weights to train; it makes {made}")
+    questions.say(f"{family.name}, {size_text(size)} of weights; it makes {made}")
     with errors_of(options.recipe):
         data = decode(_section(options.overrides, "data"), Data, "data")
     flag = "--prompts" if data.prompts is None else "data.prompts"
@@ -116,7 +117,11 @@ def _answers(options: argparse.Namespace, questions: Questions) -> tuple[Answers
     reward = _reward(options, questions, prompts, spec)
     questions.say(f"algorithms: {', '.join(objectives_for(family))} (docs/choose.md)")
     objective = questions.answer(
-        "--algorithm", options.algorithm, "Algorithm", "flow_grpo", lambda name: read_objective(name, family)
+        "--algorithm",
+        options.algorithm,
+        "Algorithm",
+        "flow_grpo" if family.draws == "latents" else "token_grpo",
+        lambda name: read_objective(name, family),
     )
     found = most_accelerators()
     devices = questions.answer(
@@ -129,7 +134,7 @@ def _answers(options: argparse.Namespace, questions: Questions) -> tuple[Answers
     )
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", options.recipe.stem).lstrip(".-")[:80] or "run"
     answers = Answers(
-        *(name, family, model, size, path, validation, reward, objective, devices, engine_for(family)),
+        *(name, family, model, size, path, validation, reward, objective, devices, engine_for(family, devices)),
         sampling=proposed.sampling,
     )
     return answers, len(prompts), proposed

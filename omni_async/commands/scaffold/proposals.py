@@ -20,11 +20,11 @@ from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import Objective, find_objective, objective_names
 from omni_async.config import ConfigError
 from omni_async.config import reward as sections
-from omni_async.config.draws import require_latents
 from omni_async.config.hub import downloaded
 from omni_async.config.load import CONFIG, decode, family_of, read_model_json
 from omni_async.config.tree import read_tree
 from omni_async.data.prompts import load_prompts
+from omni_async.data.split import question_of
 from omni_async.data.tables import NO_COLUMNS, Columns
 from omni_async.plugins.entry_points import not_one_of
 from omni_async.plugins.families import PipelineFamily, SamplingSpec, find_family
@@ -34,21 +34,21 @@ from omni_async.types import Prompt
 _LONGEST_PROMPT = 2**20  # `data.max_prompt_chars` is checked with the recipe
 _LINE_HEIGHT = 256  # pixels; an image of at most this height holds a line of text, which `ocr` reads
 # The first of these scorers that fits the prompts and the model's media is proposed; the last ones accept any prompt.
-_BY_PROMPT = ("scene_text", "object_checks")
-_BY_MEDIA = ("motion_smoothness", "pick_score")
-_TOKENS = "`omni-async init --from read_digits` copies a recipe to change (docs/models/qwen_omni.md)"
+_BY_PROMPT = ("scene_text", "object_checks", "exact_match")
+_BY_MEDIA = ("motion_smoothness", "pick_score", "vlm_judge")
 _PUBLISHED = 100_000_000  # bytes of weights; smaller checkpoints are made for tests, at smaller sizes
 _SIDE = 16  # pixels; a side is a multiple
 _EXPORTED = "recipe.yaml"  # of an export
 _MOST_RECIPES = 20  # read next to a checkpoint
-_FEWEST_TO_SPLIT = 20  # texts; a tenth of fewer measures nothing
+_FEWEST_TO_SPLIT = 20  # prompts that differ; a tenth of fewer measures nothing
 _HELD_OUT = ("validation", "valid", "val", "test", "eval", "heldout")
 
 
 def find_model(model: str) -> tuple[PipelineFamily, int]:
-    """Return the family of the checkpoint, and the size in bytes of its trained weights.
+    """Return the family of the checkpoint, and the size in bytes of its trained weights, or of all its weights.
 
-    ConfigError, one line, if there is no checkpoint, no family, or more than one family."""
+    The size is of all weights in layout `transformers`, whose files hold every component. ConfigError, one line, if
+    there is no checkpoint, no family, or more than one family."""
     folder = Path(model).expanduser()
     if not folder.exists():
         folder = downloaded(model) or folder
@@ -56,9 +56,8 @@ def find_model(model: str) -> tuple[PipelineFamily, int]:
         family = find_family(family_of(folder))
     except ValueError as error:
         raise ConfigError(f"--model: {str(error).removeprefix('model.path: ')}") from None
-    require_latents(family, "init", _TOKENS)
-    files = (file for name in family.components for file in (folder / name).glob("*.safetensors"))
-    return family, sum(file.stat().st_size for file in files)
+    parts = family.components if family.layout == "diffusers" else ("",)
+    return family, sum(file.stat().st_size for name in parts for file in (folder / name).glob("*.safetensors"))
 
 
 @dataclass(frozen=True)
@@ -130,9 +129,9 @@ def read_prompts(
 
 
 def propose_validation(path: str, prompts: Sequence[Prompt]) -> str:
-    """Return a held-out file next to the prompts; `split` without one, `none` if there are too few texts to split."""
-    texts = {prompt.text for prompt in prompts}
-    return _held_out_beside(path) or ("split" if len(texts) >= _FEWEST_TO_SPLIT else "none")
+    """Return a held-out file next to the prompts; `split` without one, `none` if there are too few to split."""
+    differing = {*map(question_of, prompts)}
+    return _held_out_beside(path) or ("split" if len(differing) >= _FEWEST_TO_SPLIT else "none")
 
 
 def _held_out_beside(path: str) -> str | None:
@@ -151,8 +150,9 @@ def propose_reward(prompts: Sequence[Prompt], spec: SamplingSpec) -> tuple[str, 
         scorer = sections.Scorer(name=name, params=dict.fromkeys(registry.required_params(name), ""))
         check = registry.prompt_check(scorer)
         if check is not None and fits(name, spec) and not any(map(check, prompts)):
-            height = next((shape.shape[-2] for shape in spec.media() if shape.part != "audio"), 0)
-            name = "ocr" if name == "scene_text" and height <= _LINE_HEIGHT else name
+            if name == "scene_text":
+                height = next((shape.shape[-2] for shape in spec.media() if shape.part != "audio"), 0)
+                name = "ocr" if height <= _LINE_HEIGHT else name
             return name, f"every prompt says what {name} looks for"
     return next(name for name in _BY_MEDIA if fits(name, spec)), "it takes any prompt"
 
@@ -192,6 +192,10 @@ def read_objective(name: str, family: PipelineFamily) -> Objective:
     return objective
 
 
-def engine_for(family: PipelineFamily) -> str:
-    """Return the engine for the family here: vLLM-Omni if it is installed and supports the family."""
+def engine_for(family: PipelineFamily, devices: int) -> str:
+    """Return the engine for the family here: vLLM-Omni, or vLLM for tokens, if it is installed and supports the family.
+
+    Without a device for engines alone, tokens are drawn by transformers: vLLM takes nearly all memory of a device."""
+    if family.draws == "tokens":
+        return "vllm" if devices > 1 and family.on_vllm and find_spec("vllm") else "transformers"
     return "vllm_omni" if family.vllm_pipeline and find_spec("vllm_omni") else "diffusers"

@@ -21,6 +21,10 @@ HELD_OUT_SHARE = 0.1  # of the prompts, if no other prompts are there to validat
 _STEPS, _WINDOW = 10, 2
 _FORWARD_PASSES_OF_TRAINING = 4  # with gradient checkpointing: forward, recomputed forward, and backward as two
 _LARGE = 4 * 10**9  # bytes of weights; from this size on, a model is trained with adapters
+_TINY = 10**8  # bytes of weights; smaller models are made for tests
+# The share of devices that generate.
+_GENERATING = {"latents": _STEPS / (_STEPS + _WINDOW * _FORWARD_PASSES_OF_TRAINING), "tokens": 0.5}
+_OF_LATENTS = ("rollout.num_inference_steps", "trainer.micro_batch_size", "algorithm.forward.draws")
 _CLIP = {"algorithm.clip_range_nats": 0.66}
 _OBJECTIVES: dict[str, Tree] = {
     "flow_grpo": _CLIP,
@@ -69,6 +73,12 @@ REASONS = {
     "validation.split": "a tenth of the prompts is never trained on",
 }
 
+TOKEN_REASONS = {
+    "rollout.sde": "tokens are drawn without noise",
+    "rollout.max_inflight": "two groups, drawn at once",
+    "trainer.optimizer.lr": "as in recipes/qwen3_omni_thinker; 3e-4 for a few million parameters, as in read_digits",
+}
+
 
 @dataclass(frozen=True)
 class Reward:
@@ -108,10 +118,11 @@ class Split:
     shared: bool = False
 
 
-def share_out(devices: int, reward: Reward) -> Split:
+def share_out(devices: int, reward: Reward, draws: str = "latents") -> Split:
     """Divide the devices so that generation and training take about as long (recipes/README.md).
 
-    ConfigError, one line, if there are too few for a judge that the run must serve."""
+    `draws`: what the model's family draws. ConfigError, one line, if there are too few for a judge that the run must
+    serve."""
     judge = int(reward.judge is not None and devices > 0)
     if judge and devices < 3:
         raise ConfigError(
@@ -122,14 +133,13 @@ def share_out(devices: int, reward: Reward) -> Split:
         return Split(1, 1, int(devices == 1 and reward.cost == "model"), 0, shared=devices == 1)
     scoring = int(reward.cost == "model" and devices >= 3)
     left = devices - judge - scoring
-    generating = _STEPS / (_STEPS + _WINDOW * _FORWARD_PASSES_OF_TRAINING)
-    rollout = min(left - 1, max(1, round(left * generating)))
+    rollout = min(left - 1, max(1, round(left * _GENERATING[draws])))
     return Split(rollout, left - rollout, scoring, judge)
 
 
 def compose(answers: Answers) -> Tree:
     """Return the recipe. ConfigError, one line, as from `share_out`."""
-    split = share_out(answers.devices, answers.reward)
+    split = share_out(answers.devices, answers.reward, answers.family.draws)
     keys = _base(answers, split)
     if answers.devices:
         keys |= _with_devices(answers, split)
@@ -140,13 +150,27 @@ def compose(answers: Answers) -> Tree:
             "trainer.optimizer.lr": 3e-4,
         }
     tree: Tree = {}
-    for path, value in (keys | _objective(answers) | _reward(answers.reward, split)).items():
+    keys |= _objective(answers) | _reward(answers.reward, split)
+    for path, value in (_of_tokens(keys, answers) if answers.family.draws == "tokens" else keys).items():
         *sections, key = path.split(".")
         here = tree
         for section in sections:
             here = here.setdefault(section, {})
         here[key] = value
     return tree
+
+
+def _of_tokens(keys: Tree, answers: Answers) -> Tree:
+    """Return the keys of a model that draws tokens: without those of latents, with the values of recipes/."""
+    own: Tree = {
+        "rollout.max_batch": keys["rollout.max_inflight"],
+        "trainer.optimizer.lr": 3e-4 if answers.weight_bytes < _TINY else 3e-6,
+    }
+    if keys["validation"] is not None:
+        own["validation"] = {key: value for key, value in keys["validation"].items() if key != "num_inference_steps"}
+    if answers.weight_bytes >= _LARGE:
+        own["model.lora"] = {"rank": 32, "alpha": 64, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    return {path: value for path, value in (keys | own).items() if path not in _OF_LATENTS}
 
 
 def _base(answers: Answers, split: Split) -> Tree:

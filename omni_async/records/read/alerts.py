@@ -205,7 +205,7 @@ def starved_trainer(seen: Seen) -> Alert | None:
     if trainer is None or trainer >= 0.5 or max(rollout or 0.0, reward or 0.0) <= 0.9:
         return None
     slow, more = (
-        ("generation", "rollout=N (`omni-async scale`), a larger rollout.max_batch, or fewer denoising steps")
+        ("generation", "rollout=N (`omni-async scale`), a larger rollout.max_batch, or fewer steps or tokens a sample")
         if (rollout or 0.0) >= (reward or 0.0)
         else ("scoring", "reward=N (`omni-async scale`), a larger reward.batch, or a cheaper scorer")
     )

@@ -120,7 +120,7 @@ def _preflight(config: Config, elsewhere: bool, tell: Tell) -> RunInputs:
         check_teacher(Path(teacher.path), Path(config.model.path), family, taught)
     checks.append(inputs_check(family, [*specs.values(), *taught.values()]))
     check_sequence(config.trainer.sequence_parallel, Path(config.model.path), family, specs)
-    limits = PromptLimits(Path(config.model.path), specs | taught)
+    limits = PromptLimits(Path(config.model.path), specs | taught, config.rollout.engine_args.get("max_model_len"))
     limits.check_negative()
     offline = config.data.preferences is not None
     _tell_reading("preference pairs" if offline else "prompts", config.data.preferences or config.data.prompts, tell)

@@ -1,7 +1,8 @@
 """Finds prompts that a model refuses, or reads only the beginning of. Imports no torch.
 
 A family refuses prompts with too many tokens, or cuts them. Tokens are counted by the checkpoint's own tokenizers, in a
-child process and at most once for a text. A text of so few bytes that it cannot exceed its limit is not counted.
+child process and at most once for a text. A text of so few bytes that it cannot exceed its limit is not counted. Of a
+model that draws tokens, the text and the answer are counted, but not the chat's template, images and audio.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from omni_async.config import ConfigError
 from omni_async.config.load import read_model_json
@@ -30,15 +33,19 @@ class PromptLimits:
 
     notes: warnings about texts that are cut, or that were not counted."""
 
-    def __init__(self, checkpoint: Path, specs: Mapping[str, SamplingSpec]) -> None:
+    def __init__(self, checkpoint: Path, specs: Mapping[str, SamplingSpec], most_tokens: object = None) -> None:
         """Store the checkpoint and the specs.
 
         Args:
             checkpoint: its folder, checked.
-            specs: of the samples, by the recipe's key."""
+            specs: of the samples, by the recipe's key.
+            most_tokens: of a prompt and its answer, if the engine takes fewer than the model; other values are
+                ignored."""
         self._checkpoint = checkpoint
         self._specs = specs
+        self._most_tokens = most_tokens if isinstance(most_tokens, int) else None
         self._limits: dict[str, float] = {}
+        self._contexts: dict[SamplingSpec, int | None] = {}
         self.notes: list[str] = []
 
     def check_negative(self) -> None:
@@ -80,7 +87,7 @@ class PromptLimits:
             one: None
             for prompt in prompts
             for spec in self._specs.values()
-            for one in spec.encoded_texts(prompt.text, len(prompt.images))
+            for one in self._texts(spec, prompt.text, len(prompt.images))
             if (self._checkpoint / one.tokenizer).is_dir()
         }
         found: dict[str, tuple[float, list[int]]] = {}
@@ -94,7 +101,7 @@ class PromptLimits:
         asked: dict[EncodedText, list[int]] = {}
         for position, (text, images) in enumerate(texts):
             for spec in specs.values():
-                for one in spec.encoded_texts(text, images):
+                for one in self._texts(spec, text, images):
                     if one.tokens_at_most() > self._limit(one):
                         places = asked.setdefault(one, [])
                         if not places or places[-1] != position:
@@ -108,11 +115,29 @@ class PromptLimits:
                 continue
             if one.cut:
                 cut.setdefault((one.tokenizer, limit), {}).update(dict.fromkeys(asked[one], count))
+            elif one.answer:
+                problem = (
+                    f"the prompt has {count} tokens and its answer up to {one.answer}, and the context has {one.most};"
+                    " shorten it, or lower rollout.sampling.max_tokens"
+                )
+                problems |= dict.fromkeys(asked[one], problem)
             else:
                 problem = f"the prompt has {count} tokens, and the text encoder takes {limit:g} at most; shorten it"
                 problems |= dict.fromkeys(asked[one], problem)
         self._note_cut(key, len(texts), cut)
         return problems
+
+    def _texts(self, spec: SamplingSpec, text: str, images: int) -> tuple[EncodedText, ...]:
+        found, answer = spec.encoded_texts(text, images), spec.most_tokens
+        if answer is None or not self._checkpoint.is_dir():
+            return found
+        if spec not in self._contexts:
+            try:
+                context = spec.context(self._checkpoint)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+            self._contexts[spec] = min((most for most in (context, self._most_tokens) if most), default=None)
+        return tuple(replace(one, most=self._contexts[spec], answer=answer) for one in found)
 
     def _limit(self, one: EncodedText) -> float:
         """Return the maximum number of tokens: the family's, or the tokenizer's own; inf if neither is known."""
@@ -126,7 +151,7 @@ class PromptLimits:
             self._limits[one.tokenizer] = own if folder.is_dir() else float("inf")
         if one.most is None or not folder.is_dir():
             return self._limits[one.tokenizer]
-        return one.most
+        return one.most - one.answer
 
     def _counted(self, key: str, asked: Iterable[EncodedText]) -> dict[EncodedText, int]:
         """Count the tokens of texts, without the tokens of their templates, the largest text first."""

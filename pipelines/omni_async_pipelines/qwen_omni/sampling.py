@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from omni_async.config.section import doc
-from omni_async.plugins.families import MediaShape, SamplingSpec
+from omni_async.plugins.families import EncodedText, MediaShape, SamplingSpec
 from omni_async_pipelines.sampling import read_config
 
 _MOST_ELONGATED = 200  # the processor's largest ratio of the longer to the shorter side
@@ -71,9 +71,16 @@ class QwenOmniSampling(SamplingSpec, frozen=True, kw_only=True):
     def media(self) -> tuple[MediaShape, ...]:
         return (MediaShape("text", ()),)
 
+    def context(self, checkpoint: Path) -> int:
+        return context_of(read_config(checkpoint, ""))
+
+    def encoded_texts(self, text: str, images: int) -> tuple[EncodedText, ...]:
+        whole = text if self.system is None else f"{self.system}\n{text}"
+        return (EncodedText(tokenizer="", cls="Qwen2Tokenizer", text=whole, most=None, cut=False),)
+
     def problem(self, checkpoint: Path) -> str | None:
         """Find a `max_tokens` that leaves no place for a prompt."""
-        context = context_of(read_config(checkpoint, ""))
+        context = self.context(checkpoint)
         if self.max_tokens < context:
             return None
         return f"max_tokens: prompt and answer share the model's context of {context} tokens, got {self.max_tokens}"

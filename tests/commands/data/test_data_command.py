@@ -85,6 +85,17 @@ def test_what_a_run_refuses_and_what_is_probably_not_meant(capsys, folder):
     ]
 
 
+def test_one_question_about_several_images_is_no_repetition(capsys):
+    for level in (1, 2):
+        Path(f"{level}.png").write_bytes(png(level))
+    rows = [{"prompt": "How many?", "image": f"{level}.png", "target": str(level)} for level in (1, 2, 2)]
+    Path("p.jsonl").write_text("\n".join(map(json.dumps, [*rows, {**rows[0], "target": "3"}])))
+    assert told(capsys, "check", "p.jsonl")[-2:] == [
+        "warning: rows that repeat an earlier row: 1, the first: p.jsonl:3 as p.jsonl:2",
+        "warning: rows that repeat a prompt with other columns: 1, the first: p.jsonl:4 as p.jsonl:1",
+    ]
+
+
 def test_a_file_with_carriage_returns_alone(capsys):
     Path("mac.txt").write_bytes(b"a cat\ra dog\ra cow\r")
     assert "rows with carriage returns: 1" in told(capsys, "check", "mac.txt")[-1]

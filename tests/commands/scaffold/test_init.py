@@ -143,10 +143,42 @@ def test_an_unknown_size_is_a_warning_with_the_keys(workplace, capsys):
     assert cli.main(["init", "small.yaml", *arguments, *SMALL]) == 0 and capsys.readouterr().err == ""
 
 
-def test_a_model_that_draws_tokens_is_refused_with_its_recipe(workplace, capsys):
-    model = QUICKSTART / "read_digits" / "checkpoint"
-    told = refused(capsys, "--model", str(model), "--prompts", "lines.txt")
-    assert told.endswith("; `omni-async init --from read_digits` copies a recipe to change (docs/models/qwen_omni.md)")
+@pytest.mark.parametrize(
+    ("devices", "engine", "workers", "colocated"),
+    [
+        pytest.param(0, "transformers", 1, False, marks=pytest.mark.thorough),
+        pytest.param(1, "transformers", 1, True, marks=pytest.mark.thorough),
+        (8, "vllm", 4, False),
+    ],
+)
+def test_a_recipe_for_a_model_that_draws_tokens(devices, engine, workers, colocated, workplace, monkeypatch, capsys):
+    monkeypatch.setattr("omni_async.commands.scaffold.proposals.find_spec", lambda name: name)
+    digits = QUICKSTART / "read_digits"
+    asked = ["--prompts", f"{digits}/prompts_train.jsonl", "--devices", str(devices)]
+    config = written("--model", f"{digits}/checkpoint", *asked)
+    assert (config.model.pipeline, config.algorithm.name) == ("qwen_omni", "token_grpo")
+    assert config.rollout.sampling.max_tokens == 4, "as in read_digits.yaml"
+    assert (config.rollout.engine, config.rollout.workers, config.trainer.workers) == (engine, workers, workers)
+    assert (config.rollout.sde, config.placement.colocated, config.trainer.optimizer.lr) == (None, colocated, 3e-4)
+    assert [scorer.name for scorer in config.reward.scorers] == ["exact_match"]
+    assert config.validation is not None and config.validation.prompts == f"{digits}/prompts_validation.jsonl"
+    assert "token_grpo on qwen_omni" in capsys.readouterr().out
+
+
+def test_a_large_thinker_gets_adapters_and_one_question_about_many_images_is_split(workplace, monkeypatch):
+    monkeypatch.setattr("omni_async.commands.scaffold.recipe._LARGE", 10**6)
+    images = [f"{QUICKSTART}/read_digits/images/train_{i:02}_0.png" for i in range(20)]
+    shutil.copytree(QUICKSTART / "read_digits" / "checkpoint", "alone")
+    for i, image in enumerate(images):
+        shutil.copy(image, f"{i}.png")
+    rows = ({"prompt": "Which?", "image": f"{i}.png"} for i in range(20))
+    Path("own.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("own_reward.py").write_text("def f(texts, prompts):\n    return [0.0] * len(texts)\nf.accepts = ('text',)\n")
+    own = ["--reward", "own_reward.py:f", "rollout.sampling.max_tokens=16"]
+    told = written("--model", "alone", "--prompts", "own.jsonl", "--devices", "0", *own)
+    assert told.model.lora is not None and told.model.lora.target_modules == ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert told.validation is not None and told.validation.split == 0.1
+    assert (told.rollout.sampling.max_tokens, told.weights.payload) == (16, "lora")
 
 
 def test_a_commented_recipe_and_the_next_commands_are_shown(workplace, capsys):
@@ -290,7 +322,7 @@ def test_input_that_ends_is_one_line(workplace, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "--model: required without a terminal: Checkpoint folder in diffusers layout"),
+        ([], "--model: required without a terminal: Checkpoint folder, as diffusers or transformers loads it"),
         (DIGITS[:2], "--prompts: required without a terminal: Prompts to train on (a folder, .txt, .jsonl, "),
         (["--model", "nowhere"], "--model: there is no folder nowhere; "),
         ([*DIGITS[:2], "--prompts", "none.txt"], "--prompts: no such file: none.txt"),

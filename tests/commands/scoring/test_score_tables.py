@@ -168,7 +168,11 @@ def test_pipes_folders_and_long_names_in_a_media_folder_do_no_harm(folder):
     ("name", "content", "why"),
     [
         ("t.csv", 'prompt,image\nx,a.png\n"x,a.png\n', "t.csv:3: no CSV: unexpected end of data"),
-        ("t.csv", "prompt,image\n" + "x" * 200_000 + ",a.png\n", "t.csv:2: no CSV: field larger than field limit"),
+        (
+            "t.csv",
+            "prompt,image\n" + "x" * 200_000 + ",a.png\n",
+            "field larger than field limit (131072); write long texts as .jsonl",
+        ),
         ("t.csv", "prompt,image\n" + "x" * 2**20 + ",a.png\n", "t.csv:2: the line has 1048583 characters"),
         ("t.csv", b"prompt,image\nx,a.png\n\0,a.png\n", "t.csv:3: holds the character U+0000"),
         ("t.csv", b"prompt,image\nx,a.png\n\xff,a.png\n", "t.csv:3: not UTF-8 text: byte 0xff"),

@@ -11,6 +11,8 @@ from msgspec.structs import replace
 from omni_async_pipelines.hunyuan_video_15.sampling import HunyuanVideo15Sampling
 from omni_async_pipelines.qwen_image.sampling import MAX_TEXT_TOKENS, QwenImageSampling
 from omni_async_pipelines.qwen_image_edit.sampling import QwenImageEditSampling
+from omni_async_pipelines.qwen_omni.policy import QwenOmniPolicy
+from omni_async_pipelines.qwen_omni.sampling import QwenOmniSampling
 
 from omni_async.cli import main
 from omni_async.config import ConfigError
@@ -21,6 +23,7 @@ from omni_async.types import Prompt
 from tests.pipelines.families import FAMILIES, NAMES, Family, first_of
 
 QUICKSTART = Path("recipes/quickstart")
+READ_DIGITS = QUICKSTART / "read_digits" / "checkpoint"
 LONG = "the digit 7, a photo of “a red circle” " * 400
 KEY = "data.prompts"
 
@@ -44,6 +47,23 @@ def test_a_prompt_may_have_as_many_tokens_as_the_encoder_takes() -> None:
     with pytest.raises(ConfigError, match=r"^rollout\.sampling\.negative_prompt: the prompt has 1025 tokens"):
         limits(QUICKSTART / "checkpoint", spec).check_negative()
     limits(QUICKSTART / "checkpoint", replace(spec, true_cfg_scale=1.0)).check_negative()
+
+
+@pytest.mark.parametrize("engine", [None, pytest.param(900, marks=pytest.mark.thorough)])
+def test_a_prompt_leaves_room_for_its_answer(engine: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the model's context of 1024 tokens, or in the engine's smaller one."""
+    if engine is None:  # each character of these texts is a token
+        counted = lambda asked: [[len(text) for text in one["texts"]] for one in asked]  # noqa: E731
+        monkeypatch.setattr(prompt_limits, "_count", counted)
+    context = engine or 1024
+    spec = QwenOmniSampling(max_tokens=100, system="7777777777")
+    fits, too_long = (Prompt(0, "7" * (context - 100 - 11 + more)) for more in (0, 1))
+    found = PromptLimits(READ_DIGITS, {"rollout.sampling": spec}, engine)
+    why = f"the prompt has {context - 99} tokens and its answer up to 100, and the context has {context}; shorten it,"
+    assert found.problems(KEY, [fits, too_long]) == {1: f"{why} or lower rollout.sampling.max_tokens"}
+    if engine is not None:
+        assert found.lengths(KEY, [fits]) == {"": (context - 100, [context - 100])}
+        assert len(QwenOmniPolicy(str(READ_DIGITS)).prepare(fits, spec).ids) > context - 100, "with its template"
 
 
 @pytest.mark.sliced(floor=1)
