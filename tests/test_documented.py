@@ -123,7 +123,7 @@ _QUICK = sorted(words for words in _SIMULATED if not any(slow in " ".join(words)
 @pytest.mark.parametrize("words", _QUICK, ids=" ".join)
 def test_documented_simulations(words, workplace, capsys):
     assert cli.main(words) == 0
-    assert "samples/s" in capsys.readouterr().out
+    assert "images/s" in capsys.readouterr().out
 
 
 def test_documented_scorer(workplace: Path) -> None:

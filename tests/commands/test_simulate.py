@@ -236,7 +236,7 @@ def test_the_command_predicts_a_job_whose_files_do_not_exist(capsys: pytest.Capt
     shown = capsys.readouterr().out
     for words in ("this recipe, S = 1", "one stage after the other", "bottleneck: trainer", "backpressured", "slots"):
         assert words in shown, words
-    assert "samples/s over 4 devices" in shown
+    assert "images/s over 4 devices" in shown
     assert "with the times of profile" in shown and "nothing is generated, scored or trained" in " ".join(shown.split())
 
 
