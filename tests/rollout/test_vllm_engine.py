@@ -187,7 +187,9 @@ def test_answers_to_videos_agree_with_transformers(run, engine, policy, models, 
     for version in (0, 1):
         run(push(engine, policy, models, version)) if version else None
         for request, one in zip(requests, run(together(engine, requests)), strict=True):
-            check_answer(policy, request, one, whole(policy, models, request, one), BOUND)
+            expected = whole(policy, models, request, one)
+            check_answer(policy, request, one, expected, 3 * BOUND)  # of prompts of 161 to 309 tokens
+            assert (one.tensors["log_probs"] - expected).abs().mean() <= BOUND / 10
 
 
 @pytest.mark.thorough
