@@ -228,6 +228,8 @@ def test_no_answer_is_lost_in_100_swaps(run, engine, policy, models, pauses, ref
 
     async def swap() -> None:
         for version in range(1, 101):
+            while not any(len(one.tokens) > len(one.versions) for one in engine._running.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)  # until a token has the version before
             await push(engine, policy, pushed, version)
 
     async def main() -> list[list[Trajectory]]:
