@@ -309,7 +309,9 @@ def require_times(config: Config, profile: Profile) -> None:
     if profile.tokens is UNSET:
         return
     if not isinstance(spec, SamplingSpec) or spec.most_tokens is None:
-        raise ConfigError("model.pipeline: required to emulate answers, because its family bounds their tokens")
+        name = config.model.pipeline
+        found = "" if name is None else f"; {name!r} is not installed or cannot be imported"
+        raise ConfigError(f"model.pipeline: required to emulate answers, because its family bounds their tokens{found}")
     if max(profile.tokens.lengths) > spec.most_tokens:
         raise ConfigError(
             f"rollout.sampling: the longest answer of profile {profile.name} has {max(profile.tokens.lengths)} tokens,"

@@ -119,7 +119,9 @@ def test_what_does_not_fit_latents_is_one_line(recipe: Path, override: str, expe
 def test_an_emulated_job_without_a_family_draws_what_its_engine_draws(recipe: Path) -> None:
     emulated = "emulation.profile=qwen_image_lora_h800"
     assert "qwen_image_lora_h800 has no times of tokens" in said(recipe, emulated)
-    assert "model.pipeline: required to emulate answers" in said(recipe, "emulation.profile=qwen3_omni_thinker")
+    answers = "emulation.profile=qwen3_omni_thinker"
+    assert "model.pipeline: required to emulate answers" in said(recipe, answers)
+    assert "'nowhere' is not installed" in said(recipe, answers, "model.pipeline=nowhere")
     config: Config = load(recipe, [emulated, "rollout.engine=diffusers"])
     assert "token_grpo trains the tokens of answers, and an emulated model draws latents" in next(problems(config))
 
