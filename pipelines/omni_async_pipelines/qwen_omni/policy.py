@@ -133,9 +133,9 @@ class QwenOmniPolicy:
                 "audio_lengths": heard.sum(1),
             }
         seen = [
-            Seen(self.processor.tokenizer.convert_tokens_to_ids(self._token(part)), *grid, between)
+            Seen(self.processor.tokenizer.convert_tokens_to_ids(self._token(part)), frames, rows, columns, between)
             for part, between in (("image", 0), ("video", round(PAIR * step * self._positions_a_second)))
-            for grid in media.get(f"{part}_grid_thw", torch.empty(0)).tolist()
+            for frames, rows, columns in media.get(f"{part}_grid_thw", torch.empty(0)).tolist()
         ]
         positions, next_position = rotary_positions(ids.tolist(), seen, self._merge)
         return Prepared(ids, positions, next_position, media)
