@@ -29,7 +29,7 @@ from omni_async.simulation.sweep import choose_bundle
 LEARNING = "Only time is simulated: the effect of a change on learning must be measured."
 
 _SEEDS = 3
-# Limits of one simulation: a tenth of a second of one core, or 24 updates if those take longer.
+# Limits of one simulation: half a second of one core, or 24 updates if those take longer.
 _MOST_BUNDLES = 4_000
 _FEWEST_UPDATES, _MOST_UPDATES = 24, 120
 _OF_WORKER = 0.1  # a worker's time in an update, in bundles
@@ -126,6 +126,7 @@ def what_if(
     seed: int = 0,
     progress: Callable[[int, int, str], None] | None = None,
     most: float = math.inf,
+    each: int = _MOST_BUNDLES,
 ) -> WhatIf:
     """Simulate the present and every change of it.
 
@@ -140,6 +141,7 @@ def what_if(
         seed: Seed of the service times; others follow it.
         progress: Called with the number of simulated jobs, the total, and the name of the next.
         most: Most bundles of all simulations together, with workers counted as parts of some.
+        each: Bundles of one simulation: fewer take less time, and the results vary more.
 
     Raises:
         ConfigError: Nothing is generated, the job cannot be trained, its simulations have more than `most` bundles, or
@@ -150,7 +152,7 @@ def what_if(
     asked = list(changes(config, profile))
     possible = [change for change in asked if change.problem is None]
     seeds = _SEEDS if any(stage.variation for stage in profile.stages().values()) else 1
-    bundle, updates = _size(config)
+    bundle, updates = _size(config, each)
     jobs = [config, *(change.config for change in possible)]
     work = seeds * sum(_enough(job, updates) * _load(job, bundle, validation, rejected) for job in jobs)
     if work > most:
@@ -275,11 +277,11 @@ def _prospect(
     )
 
 
-def _size(config: Config) -> tuple[int, int]:
-    """Return samples per bundle, and a number of updates that takes about a tenth of a second."""
+def _size(config: Config, each: int) -> tuple[int, int]:
+    """Return samples per bundle, and a number of updates that have about `each` bundles."""
     per_update = config.trainer.groups_per_update * config.rollout.group_size
     bundle = choose_bundle(config, _MOST_UPDATES, most=_MOST_BUNDLES)
-    affordable = _MOST_BUNDLES * bundle // per_update
+    affordable = each * bundle // per_update
     return bundle, min(_MOST_UPDATES, max(_FEWEST_UPDATES, affordable))
 
 

@@ -210,6 +210,14 @@ def test_times_that_do_not_vary_are_simulated_once_and_certain(calm: tuple[Confi
     assert any("the roles share 2 CPUs and ask for 4" in said for said in shared)
 
 
+def test_shorter_simulations_are_of_the_same_job(calm: tuple[Config, WhatIf]) -> None:
+    config, whole = calm
+    short = what_if(config, TIMES, each=400)
+    assert short.updates < whole.updates
+    assert short.present.step_s == pytest.approx(whole.present.step_s, rel=0.05)
+    assert [one.name for one in short.changes] == [one.name for one in whole.changes]
+
+
 def test_what_the_simulation_is_off_by_is_carried_as_uncertainty(calm: tuple[Config, WhatIf]) -> None:
     config, step = calm[0], calm[1].present.step_s
     finished = [1.25 * step * number for number in range(40)]

@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from omni_async.commands.report import what_it_buys
 from omni_async.commands.report.blocks import MOST_POINTS, thinned
 from omni_async.commands.report.data import SECTIONS
 from omni_async.commands.report.file import one_file
 from omni_async.commands.report.numbers import estimate, number, seconds
 from omni_async.commands.report.waiting import STATES, shares
+from omni_async.config import ConfigError
 from omni_async.records.read.record import read_run
 from omni_async.records.write.rundir import append_jsonl
 from omni_async.records.write.summary import write_summary
 from omni_async.records.write.timeline import busy_fractions
+from omni_async.simulation import what_if
 from omni_async.types import Span
 from tests.commands.report.report_world import block, facts, metrics, page, section, texts, written
 from tests.support.configs import make_summary
@@ -30,6 +33,19 @@ def test_every_section_of_a_run_has_something_and_all_of_it_is_json(emulated):
     assert [one["id"] for one in made["sections"]] == [*SECTIONS]
     assert all(one["blocks"] or one["tabs"] for one in made["sections"])
     json.dumps(made, allow_nan=False)
+
+
+def test_a_page_asks_for_short_simulations(emulated, monkeypatch):
+    asked = []
+
+    def stopped(*job, **how):
+        asked.append(how["each"])
+        raise ConfigError("stopped")
+
+    monkeypatch.setattr(what_it_buys, "what_if", stopped)
+    what_it_buys._answer.cache_clear()
+    assert "Nothing can be predicted: stopped." in json.dumps(page(emulated))
+    assert asked == [what_it_buys._EACH] and asked[0] < what_if._MOST_BUNDLES
 
 
 def test_a_file_has_the_verdict_for_readers_without_javascript():
