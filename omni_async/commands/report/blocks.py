@@ -159,11 +159,12 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class Strip(msgspec.Struct, frozen=True):
-    """One prompt and noise across the versions, in their order."""
+    """One prompt and noise across the versions, in their order. `question`: the address of the prompt's image."""
 
     prompt: str
     target: str | None
     frames: list[Frame]
+    question: str = ""
 
 
 class Samples(msgspec.Struct, frozen=True, tag="samples", tag_field="kind"):

@@ -77,7 +77,8 @@ def _strips(run: Run, rounds: Sequence[Grid], address: Address) -> Samples:
             frames.append(frame)
             if tile is not None and tile.image is not None:
                 sides.append(_side(tile.image, run.folder.samples))
-        strips.append(Strip(key[0], key[1], frames))
+        asked = next((tiles[key].question for tiles in keyed if key in tiles and tiles[key].question), None)
+        strips.append(Strip(key[0], key[1], frames, "" if asked is None else address(asked)))
     left = []
     if len(chosen) < len(rounds):
         left.append(f"{len(chosen)} of {len(rounds)} rounds")

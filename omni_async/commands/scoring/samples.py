@@ -43,7 +43,8 @@ from omni_async.types import Prompt, PromptFile
 
 _PROMPT_FILES = ("prompts.txt", "prompts.jsonl")
 _GRID = re.compile(r"(train|validation)-\d{6}")  # a run's grid; its tiles have an additional number
-_OF_RUN: Columns = {"reward": None}  # a run's own reward is left out; the prompt's metadata have a separate key
+# A run's own reward, and its copy of a prompt's image, are left out; the prompt's metadata have a separate key.
+_OF_RUN: Columns = {"reward": None, "question": None}
 
 
 class Sample(Struct, frozen=True):

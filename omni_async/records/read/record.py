@@ -49,7 +49,9 @@ _LARGEST_CONFIG = 2**18  # bytes, the same bound as for any recipe
 
 @dataclass(frozen=True)
 class Tile:
-    """One sample of a grid; its media are paths, None for missing media, and `text` is a text itself."""
+    """One sample of a grid; its media are paths, None for missing media, and `text` is a text itself.
+
+    `question` is the image of an answer's prompt."""
 
     number: int
     prompt: str
@@ -58,6 +60,7 @@ class Tile:
     video: Path | None = None
     audio: Path | None = None
     text: str | None = None
+    question: Path | None = None
     row: dict[str, Any] = field(default_factory=dict)  # the complete line of the table
 
 
@@ -388,5 +391,6 @@ def _tile(number: int, row: dict[str, Any], folder: Path, left_out: dict[str, st
         video=media("video"),
         audio=media("audio"),
         text=text[:_LONGEST_TEXT] if isinstance(text, str) else None,
+        question=media("question"),
         row=row,
     )

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from omni_async.config.writing import replacing
+from omni_async.data.image_files import read_prompt_image
 from omni_async.media import Media, evenly
 from omni_async.types import Prompt, Score
 
@@ -257,6 +258,24 @@ def write_media(media: Media, path: Path) -> list[Path]:
         with _whole(written[-1]) as file:
             soundfile.write(file, media.waveform, media.sample_rate, subtype="FLOAT", format="WAV")
     return written
+
+
+def write_question(prompt: Prompt, path: Path) -> Path | None:
+    """Write the first image of an answer's prompt, reduced, to `path` with the suffix -question.png.
+
+    Returns the file; None if the prompt has no image, or it can no longer be read. Raises OSError, and then leaves no
+    partial file."""
+    if not prompt.images:
+        return None
+    try:
+        image = Image.fromarray(read_prompt_image(prompt.images[0]).pixels)
+    except ValueError:  # ConfigError as well
+        return None
+    image.thumbnail((_CELL_MAX, _CELL_MAX))
+    file = path.with_name(f"{path.name}-question.png")
+    with _whole(file) as unfinished:
+        image.save(unfinished, compress_level=1)
+    return file
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 Each update or validation round has these files, here for update 10 (tiles count from 0):
 - `samples/train-000010.png`: a grid with a tile per shown sample.
-- `samples/train-000010-03.png`, `.mp4` and `.wav`: the image, video and sound of tile 3.
+- `samples/train-000010-03.png`, `.mp4` and `.wav`: the image, video and sound of tile 3. A text has
+  `samples/train-000010-03-question.png`, the first image of its prompt.
 - `samples/train-000010.jsonl`: a table of their prompts, and of texts, for `omni-async score`.
 
 A task waits for the media (unblocked by the store), then until files may be saved (unblocked by `may_save`, which is
@@ -24,7 +25,7 @@ from omni_async.aio.threads import in_daemon_thread
 from omni_async.config.writing import replacing, write_atomic
 from omni_async.control.events import RunEvent, Shown
 from omni_async.media import Media
-from omni_async.records.write.images import caption, image_grid, tile, write_media
+from omni_async.records.write.images import caption, image_grid, tile, write_media, write_question
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.sinks.feed import Sinks
 from omni_async.store import ObjectStore
@@ -81,8 +82,12 @@ class SampleFiles:
         self._sinks.image(grid, kind, version)
         rows = []
         for number, (one, sample) in enumerate(zip(media, shown, strict=True)):
-            files = write_media(one, self._run.samples / f"{name}-{number:02d}")
-            rows.append(_row(sample, one, files))
+            place = self._run.samples / f"{name}-{number:02d}"
+            files = write_media(one, place)
+            row = _row(sample, one, files)
+            if one.text is not None and (asked := write_question(sample.prompt, place)) is not None:
+                row["question"] = asked.name
+            rows.append(row)
             for file in files:
                 if file.suffix != ".png":  # the grid has images
                     self._sinks.media(file, kind, version)

@@ -83,6 +83,19 @@ def test_texts_are_shown_as_texts(tmp_path):
     assert markup not in one_file(page_of([read_run(tmp_path)], "now", ["samples"]))
 
 
+def test_an_answer_is_shown_with_the_image_of_its_prompt(tmp_path):
+    write_round(tmp_path, 0, [])
+    for version in (0, 20):
+        name = f"validation-{version:06d}"
+        for file in (f"{name}.png", f"{name}-00-question.png"):
+            Image.new("RGB", (16, 16)).save(tmp_path / "samples" / file)
+        row = {"prompt": "How many?", "text": f"{version}", "question": f"{name}-00-question.png"}
+        (tmp_path / "samples" / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    (strip,) = block(tmp_path).strips
+    assert image_of(strip.question).size == (16, 16)
+    assert [frame.text for frame in strip.frames] == ["0", "20"]
+
+
 def test_large_images_are_reduced_and_films_come_along(tmp_path):
     write_round(tmp_path, 0, [{"prompt": "large"}, {"prompt": "film", "video": "clip.mp4"}], side=400)
     (tmp_path / "samples" / "clip.mp4").write_bytes(b"film")

@@ -14,12 +14,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from PIL import Image
 
 from omni_async.aio.clock import ManualClock
 from omni_async.commands.scoring.samples import find_samples
-from omni_async.commands.watch.app import _media
+from omni_async.commands.watch.app import _SAMPLE, _media
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import RunEvent, Shown
+from omni_async.data.image_files import prompt_image
 from omni_async.media import Media
 from omni_async.records.read.record import read_run
 from omni_async.records.write.attempts import Fault, read_faults
@@ -328,6 +330,23 @@ def test_texts_are_in_the_grid_and_in_the_table(tmp_path):
     live: Any = SimpleNamespace(run=run, follower=SimpleNamespace(samples={("train", 2)}))
     (run.samples / "validation-000002.jsonl").rename(run.samples / "train-000002.jsonl")
     assert _media(live, 2, "a prompt") == [{"text": "<b>42</b>\n"}, {"text": ""}]
+
+
+def test_an_answer_has_the_image_of_its_prompt(tmp_path):
+    asked = tmp_path / "asked.png"
+    Image.new("RGB", (800, 400)).save(asked)
+    prompt = Prompt(0, "How many?", images=(prompt_image(asked, "asked.png"),))
+    watcher, run, console, _ = observer(tmp_path / "runs", Sinks([]))
+    event = validated(2)
+    shown = tuple(Shown(Media(text=text, finish="stop"), prompt, Score(1.0)) for text in ("2", ""))
+    show(watcher, RunEvent(event.kind, event.data, shown))
+    (grid,) = read_run(run.path).grids
+    names = [tile.question.name for tile in grid.tiles if tile.question is not None]
+    assert names == ["validation-000002-00-question.png", "validation-000002-01-question.png"]
+    assert all(_SAMPLE.fullmatch(name) for name in names) and not console.notes
+    with Image.open(run.samples / names[0]) as copy:
+        assert copy.size == (384, 192)
+    assert [one.prompt.metadata for one in find_samples([run.path], 100, [tmp_path])] == [{}, {}]
 
 
 GPUS = {"rollout": {"gpus": 1}, "trainer": {"gpus": 0.5}}

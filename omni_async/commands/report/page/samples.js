@@ -23,7 +23,8 @@ omniAsync.samples = (() => {
     if (paired && frames.length === 1) frames.push(frames[0]);
     const target = data.target ? element("span", { className: "target" }, ` → ${data.target}`) : null;
     const pair = element("div", { className: "pair" }, ...frames.map((frame) => media(frame, data.prompt)));
-    return element("li", {}, element("figure", { className: "strip" }, pair, element("figcaption", {}, data.prompt, target)));
+    const question = data.question ? element("img", { className: "question", src: data.question, alt: `image of the prompt: ${data.prompt}` }) : null;
+    return element("li", {}, element("figure", { className: "strip" }, question, pair, element("figcaption", {}, data.prompt, target)));
   }
 
   /** Return the view of a block of samples. */
