@@ -262,8 +262,8 @@ exact.accepts = ("text",)  # type: ignore[attr-defined]
 def test_answers_are_scored_by_a_function(tmp_path: Path) -> None:
     rows = [{"prompt": "1 + 1", "target": "2", "text": text} for text in ("2", "two")]
     (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = omni_async.score(READ_DIGITS, tmp_path / "answers.jsonl", reward=lambda *both: exact(*both))
-    assert found["reward"].isna().all(), "it takes images"
+    with pytest.raises(omni_async.ConfigError, match=r"accepts image .* but the samples are text; .* NAME\.accepts"):
+        omni_async.score(READ_DIGITS, tmp_path / "answers.jsonl", reward=lambda *both: exact(*both))
     for reward in (exact, "exact_match"):
         found = omni_async.score(READ_DIGITS, tmp_path / "answers.jsonl", reward={"own": reward})
         assert found["reward"].tolist() == [1.0, 0.0]
