@@ -259,14 +259,20 @@ def exact(answers: Any, prompts: Any) -> list[float]:
 exact.accepts = ("text",)  # type: ignore[attr-defined]
 
 
-def test_answers_are_scored_by_a_function(tmp_path: Path) -> None:
+def test_answers_are_scored_by_a_function(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     rows = [{"prompt": "1 + 1", "target": "2", "text": text} for text in ("2", "two")]
     (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(omni_async.ConfigError, match=r"accepts image .* but the samples are text; .* NAME\.accepts"):
         omni_async.score(READ_DIGITS, tmp_path / "answers.jsonl", reward=lambda *both: exact(*both))
     for reward in (exact, "exact_match"):
         found = omni_async.score(READ_DIGITS, tmp_path / "answers.jsonl", reward={"own": reward})
-        assert found["reward"].tolist() == [1.0, 0.0]
+        assert found["reward"].tolist() == [1.0, 0.0] and found["answer"].tolist() == ["2", "two"]
+    out = ["--json", str(tmp_path / "scores.json")]
+    assert cli.main(["score", str(READ_DIGITS), str(tmp_path / "answers.jsonl"), *out]) == 0
+    assert re.search(r"worst .* 1 \+ 1 .* two ", capsys.readouterr().out)
 
 
 @pytest.mark.thorough

@@ -15,7 +15,7 @@ from omni_async.simulation.what_if import LEARNING, Prospect, WhatIf, what_if
 
 TITLE = "Gains of single changes"
 _MOST_SIMULATED = 500_000  # bundles of samples: up to a minute; the shipped recipes have up to 420,000
-_EACH = 1_000  # bundles of one simulation: a page has some 40, and nobody waits for long
+_EACH = 400  # bundles of one simulation: a page has some 40, and nobody waits for long
 
 
 def what_it_buys(shown: Sequence[Shown]) -> Section:

@@ -148,14 +148,20 @@ def histogram(values: Sequence[float]) -> list[str]:
 
 def _extremes(scored: list[Scored]) -> Table:
     count = min(_SHOWN, max(1, len(scored) // 2))
-    table = Table("", "reward", "file", "prompt", "read")
+    are_texts = any(row.sample.text is not None for row in scored)
+    table = Table("", "reward", "file", "prompt", "answer" if are_texts else "read")
     table.columns[1].justify = "right"
     best, worst = [*reversed(scored)][:count], scored[:count]
     for title, rows in (("best", best), ("worst", worst if len(scored) > 1 else [])):
         for row in rows:
-            cells = (row.sample.name, row.sample.prompt.text, row.scores[-1].text or "")
+            cells = (row.sample.name, row.sample.prompt.text, _answer(row) or row.scores[-1].text or "")
             table.add_row(title, _shown(numbers_of(row)["reward"]), *(escape(_cut(cell)) for cell in cells))
     return table
+
+
+def _answer(row: Scored) -> str | None:
+    """Return the text that was scored; None for files."""
+    return None if row.sample.text is None else row.sample.text.text
 
 
 def _cut(text: str) -> str:
@@ -179,6 +185,7 @@ def records(rows: Sequence[Scored]) -> list[dict[str, Any]]:
     """Return a row per sample, all with the same columns; empty cells are None."""
     parts = {name: None for row in rows for name in numbers_of(row) if name != "reward"}
     repeated = any(len(row.scores) > 1 for row in rows)
+    are_texts = any(row.sample.text is not None for row in rows)
     found = []
     for row in rows:
         numbers = numbers_of(row)
@@ -187,6 +194,7 @@ def records(rows: Sequence[Scored]) -> list[dict[str, Any]]:
         found.append(
             {
                 **{"file": row.sample.name, "prompt": row.sample.prompt.text, "target": row.sample.prompt.target},
+                **({"answer": _answer(row)} if are_texts else {}),
                 **{"reward": numbers.get("reward"), **own},
                 **{f"reward/{name}": numbers.get(name) for name in parts},
                 **{"read": row.scores[-1].text if row.scores else None, "error": row.error},
