@@ -113,6 +113,7 @@ def world_of(family: str, folder: Path) -> tuple[list[Prompt], str]:
     return list(case.with_media(folder).prompts), str(case.build(folder / "tiny"))
 
 
+@pytest.mark.thorough
 def test_a_rank_without_media_trains_with_one_that_has_them(tmp_path: Path) -> None:
     """Group by group, an answer of text is on one rank, and an answer to an image and sound on the other."""
     prompts, path = world_of("qwen_omni", tmp_path)
