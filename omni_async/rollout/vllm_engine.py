@@ -257,7 +257,6 @@ class VllmEngine:
     async def _drawn(self, request: SampleRequest, ready: _Ready) -> Answer:
         spec, seed = request.spec, request.seed % 2**63
         answer = Answer(request, ready.rendered, self._policy.stop_tokens, spec.most_tokens, spec.temperature, seed)
-        # Without this bound requests would wait in vLLM during a swap, and then use keys and values of the old version.
         async with self._slots:
             return await self._in_slot(answer)
 
@@ -369,7 +368,7 @@ class VllmEngine:
             try:
                 await self._within("pause", pause())
             except EngineError as error:
-                if isinstance(error.__cause__, TimeoutError):  # it may pause later
+                if vllm.errored or isinstance(error.__cause__, TimeoutError):  # it died, or may pause later
                     raise
                 if hasattr(vllm, "resume_generation"):  # the failed pause may have stopped it
                     await self._within("resume", vllm.resume_generation())

@@ -311,6 +311,14 @@ async def test_a_vllm_that_dies_in_a_swap_fails_it_at_once(engine, vllm, monkeyp
         await engine.swap(1)
 
 
+async def test_a_vllm_that_dies_in_a_pause_is_not_resumed(engine, vllm):
+    vllm.fail, vllm.errored = {"pause": RuntimeError("no core")}, True
+    await staged(engine)
+    with pytest.raises(EngineError, match=r"^engine: pause: RuntimeError: no core$"):
+        await engine.swap(1)
+    assert vllm.calls == ["pause"]
+
+
 async def test_a_vllm_that_hangs_fails_a_swap_within_the_time_out(engine, vllm):
     engine._rpc_timeout_s = 0.05
     vllm.answering.clear()
