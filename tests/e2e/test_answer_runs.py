@@ -164,8 +164,12 @@ def test_sampling_that_cannot_be_trained_on(answers: Path, override: str, said: 
 
 
 def test_each_group_that_cannot_be_used_has_its_reason_in_the_ledger(answers: Path) -> None:
-    """Gives a prompt longer than the context, and a prompt whose judge fails. Answers cut at the limit are counted."""
-    rows = [{"prompt": "the digit 7"}, {"prompt": "7 " * 1100}, {"prompt": "a red circle", "hard": True}]
+    """Gives a prompt that its images make longer than the context, and a prompt whose judge fails.
+
+    Answers cut at the limit are counted."""
+    Image.new("RGB", (392, 392)).save(answers.parent / "large.png")
+    long = {"prompt": "7 " * 460, "images": ["large.png"] * 16}
+    rows = [{"prompt": "the digit 7"}, long, {"prompt": "a red circle", "hard": True}]
     (answers.parent / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     few = ("trainer.updates=2", "trainer.groups_per_update=1", "reward.backoff_s=0.01")
     cut = ("rollout.sampling.max_tokens=2", "algorithm.answers.overlong=mask")
