@@ -245,7 +245,10 @@ def test_no_answer_is_lost_in_100_swaps(run, engine, policy, models, pauses, ref
     for request, every in zip(asked(), made, strict=True):
         assert all(one.versions.num_steps == len(one.tensors["tokens"]) for one in every)
         longest = max(every, key=lambda one: len(one.versions.spans))
-        check_answer(policy, request, longest, reference(policy, pushed, request, longest), BOUND)
+        expected = reference(policy, pushed, request, longest)
+        # One token of many is rounded by more; a version that is not its own would be off by 1e-3 and more.
+        check_answer(policy, request, longest, expected, 3 * BOUND)
+        assert (longest.tensors["log_probs"] - expected).abs().mean() <= BOUND / 10
 
 
 def test_a_long_prompt_is_computed_again_by_each_version(run, engine, policy, models):
