@@ -92,16 +92,23 @@ def read_media(files: Mapping[str, Path], within: Path | None = None) -> Media:
 
 def read_audio(content: bytes, where: str) -> Media:
     """Decode the bytes of a sound file. A ConfigError begins with `where`."""
+    with decoding(content, "audio", where) as opened:
+        return Media(**_sound(opened))
+
+
+@contextmanager
+def decoding(content: bytes, part: str, where: str) -> Iterator[BinaryIO]:
+    """Open the bytes of a file of sound or video. Any failure while it is open is a ConfigError."""
     opened = io.BytesIO(content)
     try:
         require_whole(opened)
-        return Media(**_sound(opened))
+        yield opened
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     except ModuleNotFoundError as error:
         raise ConfigError(f"{where}: {missing_extra(error.name) or one_line(error)}") from None
     except Exception as error:  # noqa: BLE001 (decoders raise any exception on foreign bytes)
-        raise ConfigError(f"{where}: the audio cannot be decoded: {one_line(error)}") from None
+        raise ConfigError(f"{where}: the {part} cannot be decoded: {one_line(error)}") from None
 
 
 def _video(file: BinaryIO, sound: bool) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from omni_async.types import Prompt, PromptAudio, PromptFile, PromptImage, Promp
 
 File = TypeVar("File", bound=PromptFile)
 
-# Of images and frames: some twenty seconds on one core. Of others only headers, checksums and first frames are read.
+# Images and frames: some twenty seconds on one core. Beyond it, only headers, checksums and first frames are read.
 _PIXELS_DECODED = 2**30
 _NO_FIELD = "expected a field `prompt`, got "
 _KEYS = ("prompt", "negative_prompt", "target", "image", "images")

@@ -1,23 +1,20 @@
 """Checks and reads video files that prompts carry.
 
-Frames are decoded one at a time, and only those that a model reads are kept. The sound of a video is not read.
+Frames are decoded one at a time. Frames between the model's points in time are dropped. Sound is not read.
 
 Errors are a ConfigError of one line that begins with `where`. PyAV is imported when a file is opened.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni_async.config import ConfigError
-from omni_async.data.containers import require_whole
-from omni_async.data.image_files import content_of, digest_of, encoded_bytes, one_line
-from omni_async.data.media_files import decoded_frames, opened_video, require_room
-from omni_async.plugins.extras import missing_extra
+from omni_async.data.image_files import content_of, digest_of, encoded_bytes
+from omni_async.data.media_files import decoded_frames, decoding, opened_video, require_room
 from omni_async.types import PromptVideo
 
 if TYPE_CHECKING:
@@ -112,17 +109,8 @@ def _reduced(frame: Any, most_pixels: int) -> NDArray[np.uint8]:
 @contextmanager
 def _shown(content: bytes, where: str) -> Iterator[Iterator[tuple[Any, float]]]:
     """Yield an iterator over the frames of a video, each with the second at which it ends; the first begins at 0."""
-    opened = io.BytesIO(content)
-    try:
-        require_whole(opened)
-        with opened_video(opened, _MOST_PIXELS) as (container, video, rate):
-            yield _ends(decoded_frames(container, video), float(1 / rate))
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{where}: {missing_extra(error.name) or one_line(error)}") from None
-    except Exception as error:  # noqa: BLE001 (decoders raise any exception on foreign bytes)
-        raise ConfigError(f"{where}: the video cannot be decoded: {one_line(error)}") from None
+    with decoding(content, "video", where) as opened, opened_video(opened, _MOST_PIXELS) as (container, video, rate):
+        yield _ends(decoded_frames(container, video), float(1 / rate))
 
 
 def _ends(frames: Iterable[Any], usual_s: float) -> Iterator[tuple[Any, float]]:
