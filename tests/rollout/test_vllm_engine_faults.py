@@ -407,7 +407,7 @@ def test_experts_reach_vllm_under_the_checkpoint_s_names(tmp_path):
 
 
 def test_adapters_read_the_checkpoint_of_their_modules_alone(monkeypatch):
-    """And of those that the version before them changed, which are the checkpoint's again."""
+    """Modules that the version before had changed are read again, too."""
     worker, reads = TokenWorkerExtension(), list[str]()
     checkpoint = Path(__file__).parents[2] / "recipes/quickstart/read_digits/checkpoint"
     worker.base_weights = _Checkpoint(checkpoint, ("thinker",), ("thinker.visual",), torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -99,6 +100,14 @@ def versions(policy: TokenPolicy, number: int, scale: float) -> Models:
 
 
 # ---- log-probs of an answer, computed another way --------------------------------------------------------------------
+
+
+def in_float64(models: Models, made: Trajectory) -> Models:
+    """Returns copies of the versions that drew an answer, without rounding of note: it would add to the engine's."""
+    doubled: dict[int, dict[str, nn.Module]] = {}
+    for version in set(made.versions):
+        doubled[version] = {name: copy.deepcopy(one).double() for name, one in models[version].items()}
+    return doubled
 
 
 @torch.no_grad()
