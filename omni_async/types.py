@@ -158,7 +158,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
     @property
     def files(self) -> tuple[PromptFile, ...]:
-        """Return its files in the order in which models read them."""
+        """Return its files in the order of the model's input."""
         return *self.images, *self.video, *self.audio
 
     @property

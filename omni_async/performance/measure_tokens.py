@@ -1,6 +1,6 @@
 """Fits the times of answers that are drawn token by token to their stays in engines.
 
-A stay has no part of its own for the prompt: the seconds of reading it count as seconds of tokens.
+Reading the prompt is no separate part of a stay: its seconds count as seconds of tokens.
 """
 
 from __future__ import annotations

@@ -345,7 +345,7 @@ class VllmEngine:
                 for name, running in self._running.items():
                     running.drawn_by(self._version)
                     if running.task is not None and not running.tokens and name not in answer["drawn"]:
-                        # It waits in vLLM, where it would use keys and values of this version.
+                        # It waits in vLLM, and would use keys and values of this version.
                         running.aborted = running.task.cancel()
                 self._version = manifest.version
                 # The transport may receive its next version into the memory of this one.

@@ -13,7 +13,7 @@ from omni_async.config import ConfigError
 from omni_async.data.video_files import prompt_video, read_prompt_videos
 from omni_async.types import PromptVideo
 
-GREYS = range(8, 248, 8)  # of the frames: far enough apart to be told from each other after encoding
+GREYS = range(8, 248, 8)  # of the frames: far enough apart to differ after encoding
 
 
 def film(
