@@ -108,7 +108,8 @@ def decoding(content: bytes, part: str, where: str) -> Iterator[BinaryIO]:
     except ModuleNotFoundError as error:
         raise ConfigError(f"{where}: {missing_extra(error.name) or one_line(error)}") from None
     except Exception as error:  # noqa: BLE001 (decoders raise any exception on foreign bytes)
-        raise ConfigError(f"{where}: the {part} cannot be decoded: {one_line(error)}") from None
+        why = getattr(error, "strerror", None) or one_line(error)  # of FFmpeg's errors, without its number
+        raise ConfigError(f"{where}: the {part} cannot be decoded: {why}") from None
 
 
 def _video(file: BinaryIO, sound: bool) -> dict[str, Any]:
