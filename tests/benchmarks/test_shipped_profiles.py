@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.profiles import PROFILES, RECIPES, REPRODUCED, Reproduced, law_s, shipped
+from benchmarks.profiles import PROFILES, shipped
+from benchmarks.profiles_reproduced import RECIPES, REPRODUCED, Reproduced, law_s
 from omni_async.config import Config, ConfigError, load
 from omni_async.config.schedule import num_devices
 from omni_async.performance.profile import Profile, ServiceTime, load_profile, shipped_profiles, write_profile

@@ -1,0 +1,103 @@
+"""Defines the messages that travel between roles: plain msgspec structs, importable without torch or Ray.
+
+Messages contain no tensors. A message carries *references* (`Any`: a Ray `ObjectRef`, or the object itself in the
+one-process runtime) which only the data plane, `omni_async.store`, opens.
+"""
+
+from omni_async.types.bounds import (
+    FARTHEST_S,
+    LARGEST,
+    LONGEST,
+    MOST,
+    Amount,
+    Count,
+    Number,
+    Seconds,
+    Text,
+    Time,
+    Value,
+    count,
+    finite,
+)
+from omni_async.types.groups import (
+    SHOWN_OF_PROMPT,
+    LedgerEntry,
+    ReadyGroup,
+    ReadySample,
+    SampleDrift,
+    Span,
+    Terminal,
+    TrainGroup,
+    UpdateReport,
+)
+from omni_async.types.prompts import (
+    Prompt,
+    PromptAudio,
+    PromptFile,
+    PromptImage,
+    PromptVideo,
+)
+from omni_async.types.samples import (
+    Answer,
+    Fault,
+    SampleKind,
+    SampleRequest,
+    SampleResult,
+    Score,
+    ScoreJob,
+    ScoreResult,
+    ScorerReport,
+    SdeWindow,
+    VersionSpans,
+)
+from omni_async.types.weights import (
+    Piece,
+    TensorSpec,
+    WeightManifest,
+    WeightReport,
+)
+
+__all__ = [
+    "FARTHEST_S",
+    "LARGEST",
+    "LONGEST",
+    "MOST",
+    "SHOWN_OF_PROMPT",
+    "Amount",
+    "Answer",
+    "Count",
+    "Fault",
+    "LedgerEntry",
+    "Number",
+    "Piece",
+    "Prompt",
+    "PromptAudio",
+    "PromptFile",
+    "PromptImage",
+    "PromptVideo",
+    "ReadyGroup",
+    "ReadySample",
+    "SampleDrift",
+    "SampleKind",
+    "SampleRequest",
+    "SampleResult",
+    "Score",
+    "ScoreJob",
+    "ScoreResult",
+    "ScorerReport",
+    "SdeWindow",
+    "Seconds",
+    "Span",
+    "TensorSpec",
+    "Terminal",
+    "Text",
+    "Time",
+    "TrainGroup",
+    "UpdateReport",
+    "Value",
+    "VersionSpans",
+    "WeightManifest",
+    "WeightReport",
+    "count",
+    "finite",
+]
