@@ -13,12 +13,13 @@ named runs whole, unless `--slice-seed` is given. `tests/support/second_try.py` 
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -145,6 +146,17 @@ def pytest_testnodedown(node: WorkerController) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["told"] = session.config.stash[_SLICE].told
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Leaves the objects of imported modules out of garbage collection, which would go through them again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
