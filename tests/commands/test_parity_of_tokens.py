@@ -75,6 +75,7 @@ def test_wrong_policies_and_engines_are_caught(tmp_path: Path) -> None:
     assert len(asyncio.run(wrong(LastIsNan))) == 4
 
 
+@pytest.mark.sliced(floor=1)
 @pytest.mark.parametrize("family", ["qwen_omni", "qwen3_omni"])
 def test_families_compute_what_transformers_does(family: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["parity", family]) == 0

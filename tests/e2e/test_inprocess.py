@@ -121,6 +121,7 @@ def test_exact_staleness_is_exact_and_repeatable(recipe: Path) -> None:
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
+@pytest.mark.sliced(floor=1)
 @pytest.mark.parametrize("engine", ["diffusers", "emulated"])
 def test_several_resolutions(recipe: Path, engine: str) -> None:
     buckets = "rollout.buckets=[{}, {sampling: {height: 48, true_cfg_scale: 2}, weight: 2}, {sampling: {width: 64}}]"

@@ -31,6 +31,7 @@ def check_equal(made: Run, recipe: Path, overrides: tuple[str, ...], *, within: 
     assert largest(made.weights(), start) > learnt, "nothing was learnt, so nothing was compared"
 
 
+@pytest.mark.sliced(floor=2)
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -20,7 +20,7 @@ from omni_async.runtime.on_ray.connection import connect
 from tests.support.job_world import Disturbed, slow_at
 from tests.support.patience import PATIENCE
 
-pytestmark = [pytest.mark.slow, pytest.mark.sliced(floor=2)]
+pytestmark = [pytest.mark.slow, pytest.mark.sliced(floor=1)]
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 Blows = Iterable[tuple[str, int]]
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.places import ROOT
 
-_PARTS, _CASES, _SOME = 5, 200, 30
+_PARTS, _CASES, _SOME = 10, 100, 15
 
 
 @pytest.mark.slow

@@ -209,6 +209,7 @@ def test_both_dtypes_on_an_accelerator(tmp_path, dtype, tolerance):
 # ---- request batching ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @REQUEST_BATCHING
 def test_samples_are_those_of_step_wise_batching(family, batcher):
     requests = [*mixed(family), family.request(family.case.specs[0], 7, window=None, noise_level=0.0)]
@@ -221,6 +222,7 @@ def test_samples_are_those_of_step_wise_batching(family, batcher):
         assert_same(one, alone, 1e-5)  # sums of a batch round in another order
 
 
+@pytest.mark.thorough
 @REQUEST_BATCHING
 def test_weights_are_swapped_between_batches(family, batcher):
     spec = family.case.specs[0]
@@ -239,6 +241,7 @@ def test_weights_are_swapped_between_batches(family, batcher):
         restore(engine, family)
 
 
+@pytest.mark.thorough
 @QWEN_IMAGE
 def test_unusable_prompts_fail_alone(family, batcher):
     fine, refused = make_request(), make_request(1, prompt=Prompt(index=1, text="x y " * 1100))

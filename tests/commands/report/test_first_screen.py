@@ -18,7 +18,7 @@ from tests.support.places import ROOT
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
-pytestmark = pytest.mark.sliced(floor=4)
+pytestmark = pytest.mark.sliced(floor=3)
 
 RECORDED = ROOT / "tests" / "records" / "read" / "recorded" / "full-20261125-210306"
 SCREENS = {1400: 900, 390: 844}  # width -> height in pixels

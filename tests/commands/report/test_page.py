@@ -20,7 +20,7 @@ from tests.support.browser import OpenPage, in_a_thread, played, violations, wri
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-pytestmark = pytest.mark.sliced(floor=7)
+pytestmark = pytest.mark.sliced(floor=5)
 
 # The data of the curves of a chart, as ECharts has them.
 _DRAWN = """id => echarts.getInstanceByDom(document.querySelector(`#${id} .plot`)).getOption().series

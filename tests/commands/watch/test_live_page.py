@@ -15,7 +15,7 @@ from tests.support.made_run import MadeRun
 from tests.support.patience import PATIENCE
 
 __all__ = ["browser", "open_page"]
-pytestmark = [pytest.mark.slow, pytest.mark.sliced(floor=4)]
+pytestmark = [pytest.mark.slow, pytest.mark.sliced(floor=3)]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page, Route
 
 __all__ = ["browser", "open_page"]
-pytestmark = [pytest.mark.slow, pytest.mark.sliced(floor=6)]
+pytestmark = [pytest.mark.slow, pytest.mark.sliced(floor=4)]
 _HEIGHTS = {1400: 900, 390: 844}  # of screens, by their width, in pixels
 on_every_screen = pytest.mark.parametrize(
     ("width", "scheme"),

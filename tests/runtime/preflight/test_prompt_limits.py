@@ -76,7 +76,7 @@ def test_a_long_line_is_refused_with_its_number(tmp_path: Path, key: str, capsys
     assert f"{key}: {tmp_path / 'p.txt'}:3: the prompt has " in capsys.readouterr().err
 
 
-@pytest.mark.sliced(floor=3)
+@pytest.mark.sliced(floor=2)
 @pytest.mark.parametrize("family", [first_of(name) for name in NAMES], ids=lambda family: family.name)
 def test_cuts_and_refusals_are_the_codecs_own(tmp_path: Path, family: Family) -> None:
     checkpoint = family.build(tmp_path / "model")
