@@ -26,7 +26,7 @@ def family_of(pid: int) -> list[psutil.Process]:
 
 
 def pss_of(processes: Sequence[psutil.Process]) -> int:
-    """Return the bytes of processes; those that end meanwhile count 0.
+    """Return the bytes of processes; a process that ends meanwhile counts 0.
 
     If PSS is not available (not Linux, or another user's process), the resident size is used, which counts shared pages
     repeatedly."""
@@ -49,7 +49,7 @@ def _process_bytes(process: psutil.Process) -> int:
 class CpuAccount:
     """The CPU seconds of a process tree by role, those of ended processes included.
 
-    A process that lives only between two measurements is missed, and so are the last seconds of one that ends."""
+    A process must live during a measurement to count. Its seconds after its last measurement are missed."""
 
     def __init__(self) -> None:
         self._seconds: dict[psutil.Process, float] = {}
@@ -60,8 +60,8 @@ class CpuAccount:
 
         Args:
             family: the driver, then its descendants, each after its parent.
-            roles: the roles of workers by pid. A worker's descendants have its role. The driver's others are Ray's, or
-                the driver's own if no worker has a process of its own."""
+            roles: the roles of workers by pid. A worker's descendants have its role. Other processes are Ray's, or the
+                driver's if no worker is a separate process."""
         driver = family[0].pid if family else 0
         others = RAY if set(roles) - {driver} else DRIVER
         found: dict[int, str] = {}
@@ -76,8 +76,8 @@ class CpuAccount:
                 role = DRIVER
             elif process.pid in roles:
                 role = roles[process.pid]
-            elif inherited not in (None, DRIVER, RAY):
-                role = str(inherited)
+            elif inherited is not None and inherited not in (DRIVER, RAY):
+                role = inherited
             else:
                 # A worker that is being ended has lost its entry, and keeps its role.
                 role = self._roles.get(process, others)
