@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 import psutil
 
 DRIVER, RAY = "driver", "ray"
+# Growth of resident memory after which the proportional size, whose reading is slow, is read again.
+_GROWTH = 1.01
 
 
 def family_of(pid: int) -> list[psutil.Process]:
@@ -39,7 +41,10 @@ def _process_bytes(process: psutil.Process) -> int:
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return 0
     except (psutil.AccessDenied, AttributeError):
-        pass
+        return _resident_bytes(process)
+
+
+def _resident_bytes(process: psutil.Process) -> int:
     try:
         return int(process.memory_info().rss)
     except psutil.Error:
@@ -96,7 +101,8 @@ class CpuAccount:
 class UsageSampler:
     """A thread that measures this process's tree every `interval_s`, from `start` to `stop`.
 
-    `peak_bytes`: the largest sum of memory. `roles`: returns the roles of workers by pid; set during the run."""
+    `peak_bytes`: the memory when the resident sizes, which are read fast, had their largest sum. `roles`: returns the
+    roles of workers by pid; set during the run."""
 
     def __init__(self, interval_s: float = 2.0) -> None:
         self._interval_s = interval_s
@@ -104,6 +110,7 @@ class UsageSampler:
         self._measuring = threading.Lock()
         self._thread = threading.Thread(target=self._measure_until_stopped, name="usage-sampler", daemon=True)
         self._cpu = CpuAccount()
+        self._most_resident = 0
         self.peak_bytes = 0
         self.roles: Callable[[], Mapping[int, str]] = dict
 
@@ -127,7 +134,10 @@ class UsageSampler:
         """Measure now, such as before processes are ended."""
         with self._measuring:
             family = family_of(os.getpid())
-            self.peak_bytes = max(self.peak_bytes, pss_of(family))
+            resident = sum(map(_resident_bytes, family))
+            if resident > _GROWTH * self._most_resident:
+                self._most_resident = resident
+                self.peak_bytes = max(self.peak_bytes, pss_of(family))
             self._cpu.measure(family, self.roles())
 
     def _measure_until_stopped(self) -> None:

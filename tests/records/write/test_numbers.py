@@ -17,7 +17,7 @@ from PIL import Image
 
 from omni_async.control.rounds import Round
 from omni_async.media import Media
-from omni_async.records.write import images
+from omni_async.records.write import images, usage
 from omni_async.records.write.images import Typeface, _wrap, caption, image_grid, tile, write_media
 from omni_async.records.write.summary import Counters, read_summary, write_summary
 from omni_async.records.write.usage import CpuAccount, UsageSampler, family_of, pss_of
@@ -113,6 +113,19 @@ def test_memory_counts_descendants_once_and_only_while_they_live() -> None:
     sampler.stop()
     assert sampler.peak_bytes >= alone + (190 << 20)
     assert sampler.cpu_s["driver"] > 0
+
+
+def test_the_proportional_size_is_read_only_after_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading it takes 20 ms per gigabyte."""
+    reads: list[int] = []
+    monkeypatch.setattr(usage, "pss_of", lambda family: reads.append(len(family)) or 7)
+    sampler = UsageSampler()
+    for grown in (100, 100, 50, 101, 102, 102):
+        monkeypatch.setattr(
+            usage, "_resident_bytes", lambda process, grown=grown: grown if process.pid == os.getpid() else 0
+        )
+        sampler.measure()
+    assert len(reads) == 2 and sampler.peak_bytes == 7
 
 
 def test_cpu_seconds_of_a_role_include_lost_workers_and_their_children() -> None:
