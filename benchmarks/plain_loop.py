@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import resource
 import sys
 import time
@@ -59,7 +60,8 @@ class Model:
 
     def __init__(self, folder: Path, size: tuple[int, int], steps: int) -> None:
         # Optional packages. A CUDA build of one of them fails on import next to a CPU torch.
-        sys.modules.update(dict.fromkeys(("torchvision", "torchaudio", "torchcodec")))  # type: ignore[arg-type]
+        for name in ("torchvision", "torchaudio", "torchcodec"):
+            sys.modules[name] = None  # type: ignore[assignment]
         from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
         from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
         from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
@@ -159,7 +161,7 @@ def stacked(prompts: list[Prompt]) -> tuple[Tensor, Tensor | None]:
 
 def transition(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean (B, T, C) and scale (B, 1, 1) of a Flow-CPS step (arXiv 2509.05952); level 0 is the Euler step."""
-    s, s_next, angle = (rows[:, None, None] for rows in (sigma, sigma_next, level * (torch.pi / 2)))
+    s, s_next, angle = (rows[:, None, None] for rows in (sigma, sigma_next, level * (math.pi / 2)))
     kept = s_next * angle.cos()
     return x * (1 - s_next + kept) + v * (kept * (1 - s) - (1 - s_next) * s), s_next * angle.sin()
 
@@ -173,7 +175,7 @@ def generate(model: Model, prompts: list[Prompt], levels: Tensor, noise: torch.G
     """Return final latents (B, T, C) and the noisy steps. `levels` (B, N): noise level of each sample's step."""
     text, mask = stacked(prompts)
     x = torch.randn(len(prompts), model.size[0] * model.size[1], 64, generator=noise)
-    found = []
+    found: list[tuple[Tensor, ...]] = []
     for step, (sigma, sigma_next) in enumerate(zip(model.sigmas[:-1], model.sigmas[1:], strict=True)):
         s, s_next, level = sigma.expand(len(x)), sigma_next.expand(len(x)), levels[:, step]
         mean, scale = transition(x, model.velocity(x, s, text, mask), s, s_next, level)
@@ -184,7 +186,7 @@ def generate(model: Model, prompts: list[Prompt], levels: Tensor, noise: torch.G
             noisy = x[rows], after[rows], s[rows], s_next[rows], level[rows], log_prob(after[rows], mean[rows]), rows
             found.append(noisy)
         x = after
-    return x, Steps(*map(torch.cat, zip(*found, strict=True))) if found else Steps(*[x] * 7)
+    return x, Steps(*(torch.cat(parts) for parts in zip(*found, strict=True))) if found else Steps(*[x[:0]] * 7)
 
 
 def update(model: Model, steps: Steps, prompts: list[Prompt], advantages: Tensor, clip: float) -> None:
@@ -210,7 +212,8 @@ def train(recipe: dict[str, Any], folder: Path, updates: int, seed: int) -> dict
         model.transformer.parameters(), lr=trainer["optimizer"]["lr"], weight_decay=1e-4, fused=True
     )
     draw, noise = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    begun, images, order = time.process_time(), 0, []
+    order: list[int] = []
+    begun = time.process_time()
     say("training")
 
     def validate(number: int) -> float:

@@ -31,7 +31,11 @@ of the last validation; `command` is all of it.
 """
 _ROOT = Path(__file__).parents[1]
 _RECIPE = _ROOT / "recipes" / "quickstart" / "quickstart.yaml"
-ARMS = {"plain": (), "vllm_omni": ("rollout.engine=vllm_omni",), "diffusers": ("rollout.engine=diffusers",)}
+ARMS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "vllm_omni": ("rollout.engine=vllm_omni",),
+    "diffusers": ("rollout.engine=diffusers",),
+}
 # Beginnings of the lines that end loading and training.
 _LOADED, _TRAINED = ("training", "generating the first samples"), ("trained", "done:")
 _LOOK_S = 0.5
