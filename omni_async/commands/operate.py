@@ -28,7 +28,7 @@ from omni_async.control.rounds import Round
 from omni_async.records.read.next_steps import next_steps
 from omni_async.records.read.record import ended_groups, engine_of, reason_of
 from omni_async.records.read.rounds import is_round, read_rounds
-from omni_async.records.write.console import columns, duration, groups_left_out, validated, validation_lines
+from omni_async.records.write.console import columns, cpu_line, duration, groups_left_out, validated, validation_lines
 from omni_async.records.write.files import read_foreign
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import Summary, ValidationPoint, read_summary, with_rounds
@@ -348,6 +348,7 @@ def _ended(summary: Summary, unit: str) -> list[str]:
         mean = sum(age * count for age, count in summary.staleness.items()) / trained
         ages = f"staleness {mean:.1f} updates on average, {summary.staleness_max} at most"
         lines.append(f"{ages}; {unit} {summary.images_per_s:.1f}")
+    lines += [cpu_line(summary.cpu_s)] if summary.cpu_s else []
     counts = msgspec.to_builtins(summary.counters)
     return [*lines, *_groups(counts, summary.reject_reasons, summary.drop_reasons)]
 

@@ -30,6 +30,7 @@ from vllm_omni.errors import OmniClientError
 from omni_async.diffusion.components import compute_velocity, named_parameters
 from omni_async.diffusion.policy import Codec, Policy, modalities_of
 from omni_async.plugins.families import SamplingSpec
+from omni_async.rollout import vllm_cpu_rope
 from omni_async.rollout.base_weights import BaseWeights
 from omni_async.rollout.payloads import Staged
 from omni_async.rollout.prefixes import Prefixes
@@ -72,7 +73,10 @@ class RolloutPipelineMixin:
         self.codec = self.conditioning.codec
         self.prefixes = Prefixes(shared=False)
         self._stacked: dict[SamplingSpec, tuple[list[InFlight], TensorDict]] = {}
-        for module in (part for component in self.components.values() for part in component.modules()):
+        modules = [part for component in self.components.values() for part in component.modules()]
+        if self.model_device.type == "cpu":
+            vllm_cpu_rope.specialise(modules)
+        for module in modules:
             if isinstance(module, LinearBase):
                 # On a CPU vLLM repacks a weight after its first load and frees the original, so no second load could
                 # follow. The switch is vLLM's own, not declared by the class.

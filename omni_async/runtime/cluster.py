@@ -124,6 +124,10 @@ class Cluster(ABC):
     def parts(self) -> dict[str, dict[str, Any]]:
         """Return the `pid` and `node` of every part at work, by name."""
 
+    def roles(self) -> dict[int, str]:
+        """Return the role of every worker with its own process on this machine, by pid; for any thread."""
+        return {}
+
     @abstractmethod
     def sampled(self) -> list[tuple[str, str, list[Device]]]:
         """Return each worker that uses accelerators, its node, and the accelerators that it sees, as last read."""

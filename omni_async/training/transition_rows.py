@@ -92,8 +92,12 @@ def build_rows(
     def stacked(name: str, shift: int = 0) -> Tensor:
         return send(torch.stack([t[name][k + shift] for t, k in found]), device)
 
-    def sigma(position: list[int]) -> Tensor:
-        return send(torch.stack([t["sigmas"][i] for (t, _), i in zip(found, position, strict=True)]), device)
+    # Checked: all trajectories have the same schedule.
+    schedule, indices = found[0][0]["sigmas"], torch.tensor(steps)
+    # The rows of a call share its conditioning, which is stacked once.
+    calls = {id(t): t for t, _ in found}
+    numbers_of_calls = {call: number for number, call in enumerate(calls)}
+    conditioning = policy.stack_conditioning([t["conditioning"] for t in calls.values()])
 
     def numbers(values: list[Any], dtype: torch.dtype) -> Tensor:
         return send(torch.tensor(values, dtype=dtype), device)
@@ -110,10 +114,10 @@ def build_rows(
         advantage=numbers([group.advantages[sample] for sample, _ in pairs], torch.float32),
         staleness=numbers([group.staleness[sample][k] for sample, k in pairs], torch.int64),
         weight=weight,
-        sigma=sigma(steps),
-        sigma_next=sigma([i + 1 for i in steps]),
-        sigma_max=sigma([1] * len(steps)),
-        conditioning=policy.stack_conditioning([t["conditioning"] for t, _ in found]).to(device),
+        sigma=send(schedule[indices], device),
+        sigma_next=send(schedule[indices + 1], device),
+        sigma_max=send(schedule[torch.ones_like(indices)], device),
+        conditioning=conditioning[torch.tensor([numbers_of_calls[id(t)] for t, _ in found])].to(device),
         steps=steps,
         fresh=[row for row, (sample, k) in enumerate(pairs) if group.staleness[sample][k] == 0],
         row_ids=row_ids,

@@ -41,6 +41,7 @@ from omni_async.types import LedgerEntry, Prompt
         ("overlap_simulated nowhere", "no emulated recipe is called 'nowhere'"),
         ("overlap_simulated --seeds 0", "at least 1"),
         ("precision --updates 0", "--updates and --seeds: expected at least 1"),
+        ("price --repeats 0", "--updates and --repeats: expected at least 1"),
         ("shared_prefix --groups 0", "--groups: expected at least 1"),
         ("shared_prefix --recipe nowhere.yaml", "nowhere.yaml: no such file"),
         ("stage_profile --out out --model tiny --repeats 1 --batches 0", "--batches"),

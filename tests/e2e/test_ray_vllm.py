@@ -34,6 +34,8 @@ def test_everything_switched_on(recipe: Path) -> None:
     assert asynchronous.summary.updates == 6 and 0 < asynchronous.summary.staleness_max <= 2
     assert len({line["staleness"] for line in asynchronous.ledger}) > 1, "the first update is fresh, later ones are not"
     assert 0 < asynchronous.summary.peak_memory_bytes < 8 * 2**30
+    roles = {"driver", "ray", "coordinator", "rollout", "reward", "trainer"}
+    assert asynchronous.summary.cpu_s.keys() == roles and min(asynchronous.summary.cpu_s.values()) > 0
     assert asynchronous.summary.overlap_fraction > 0
     assert asynchronous.actors >= {"rollout-0", "rollout-1", "reward-0", "trainer", "publisher"}
     kinds = {event["name"] for event in asynchronous.trace if event["ph"] == "X"}

@@ -91,3 +91,25 @@ def test_refused_arguments_are_named(monkeypatch, checkpoint, rollout, key, erro
     monkeypatch.setattr("vllm_omni.AsyncOmni", refuse)
     with pytest.raises(EngineError, match=f"^e0: vLLM-Omni refuses to start, see {key}.*: Unknown diffusion config fi"):
         engine(checkpoint, **rollout)._build()
+
+
+def test_rotations_on_a_cpu_are_those_of_vllm_omni_in_one_multiplication(monkeypatch):
+    from vllm_omni.diffusion.layers.rope import RotaryEmbedding
+
+    from omni_async.rollout.vllm_cpu_rope import specialise
+
+    rope, neox = RotaryEmbedding(), RotaryEmbedding(is_neox_style=True)
+    before, calls = neox._forward_method, []
+    specialise([rope, neox])
+    assert neox._forward_method == before, "it does not rotate adjacent pairs"
+    x, angles = torch.randn(2, 5, 3, 8), torch.randn(5, 4)
+    native = rope.forward_native
+    monkeypatch.setattr(rope, "forward_native", lambda *args: calls.append(1) or native(*args))
+    for one, tables in ((x, angles), (x[0], angles), (x, angles.expand(2, 5, 4))):
+        expected = native(one, tables.cos(), tables.sin())
+        torch.testing.assert_close(rope(one, tables.cos(), tables.sin()), expected, rtol=1e-6, atol=1e-6)
+    assert not calls
+    part, low = (x, angles[:, :3]), (x.bfloat16(), angles.bfloat16())
+    for one, tables in (part, low):
+        assert torch.equal(rope(one, tables.cos(), tables.sin()), native(one, tables.cos(), tables.sin()))
+    assert len(calls) == 2, "a part of the features, and other dtypes, are vLLM-Omni's to rotate"

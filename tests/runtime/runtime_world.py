@@ -252,6 +252,9 @@ class HandCluster:
     def parts(self) -> dict[str, dict[str, Any]]:
         return {name: {"pid": 0, "node": "local"} for name in (*self._work, *self._workers)}
 
+    def roles(self) -> dict[int, str]:
+        return {}
+
     def sampled(self) -> list[Any]:
         return []
 

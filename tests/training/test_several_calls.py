@@ -70,6 +70,21 @@ def test_ranks_with_unequal_shares_train_the_same_calls_in_every_micro_batch(nam
     assert all(calls == {0, 1} if name == "gspo" else len(calls) == 1 for calls in seen[0])
 
 
+def test_conditioning_is_stacked_once_for_the_rows_of_a_call(monkeypatch):
+    engine, (first, second) = world.moved(size=100)
+    stack, stacked = engine.policy.stack_conditioning, []
+
+    def counted(conditioning):
+        stacked.append(len(conditioning))
+        return stack(conditioning)
+
+    monkeypatch.setattr(engine.policy, "stack_conditioning", counted)
+    for rows, _ in engine._loss.batches(joined(first, second)):
+        own = stack([(first, second)[n // 2].trajectories[sample]["conditioning"] for sample, n in rows.row_ids])
+        assert len(rows.row_ids) == 8 and (rows.conditioning == own).all()
+    assert stacked == [4, 4], "two calls of four samples, not sixteen rows"
+
+
 def test_a_fraction_of_the_steps_is_a_fraction_of_every_call():
     for seed in range(20):
         steps = trained_steps(seed, 4, 0.5, calls=3)

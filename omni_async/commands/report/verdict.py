@@ -239,6 +239,9 @@ def _pace(one: Shown) -> list[Fact]:
     if summary and wall and not one.is_emulated:  # emulated devices do not exist
         what = f"{summary.devices:g} accelerators, or CPUs without any; those of rewards included"
         facts.append(Fact("device-hours", number(summary.devices * wall / 3600), what))
+    if summary and summary.cpu_s:
+        of_roles = ", ".join(f"{role} {number(seconds)}" for role, seconds in summary.cpu_s.items())
+        facts.append(Fact("CPU seconds", number(sum(summary.cpu_s.values())), f"start included; {of_roles}"))
     return facts
 
 

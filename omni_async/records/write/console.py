@@ -131,6 +131,12 @@ def validation_reward(point: ValidationPoint) -> str:
 _MOST_ROUNDS = 3  # listed rounds with unscored samples
 
 
+def cpu_line(cpu_s: Mapping[str, float]) -> str:
+    """Format role -> CPU seconds: `210 CPU s: rollout 101, reward 40, trainer 38, driver 20, ray 11`."""
+    of_roles = ", ".join(f"{role} {seconds:.0f}" for role, seconds in cpu_s.items())
+    return f"{sum(cpu_s.values()):.0f} CPU s: {of_roles}"
+
+
 def validation_lines(points: Sequence[ValidationPoint], change: Change | None) -> list[str]:
     """Format the change from the first to the last round, then the rounds with samples that have no score.
 

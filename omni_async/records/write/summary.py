@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -67,8 +67,8 @@ class Summary(msgspec.Struct, frozen=True):
     the samples scored in both; null if there are fewer than two rounds, or they are not comparable.
 
     Only the newest attempt counts for `busy` (role -> {busy, backpressured, starved}), `overlap_fraction`,
-    `peak_memory_bytes` and `faults` (parts that were lost and replaced). `unwritten`: file of the run folder -> why it
-    could not be written at the end."""
+    `peak_memory_bytes`, `cpu_s` (role -> CPU seconds on the driver's machine, its start included) and `faults` (parts
+    that were lost and replaced). `unwritten`: file of the run folder -> why it could not be written at the end."""
 
     run: str
     status: Status
@@ -94,6 +94,7 @@ class Summary(msgspec.Struct, frozen=True):
     unwritten: dict[str, str] = {}
     drop_reasons: dict[str, Count] | None = None
     validation_change: Change | None = None
+    cpu_s: dict[str, Seconds] = {}
 
 
 def summarise(
@@ -113,6 +114,7 @@ def summarise(
     drop_reasons: dict[str, int] | None = None,
     rounds: Iterable[Round] = (),
     peak_memory_bytes: int | None = None,
+    cpu_s: Mapping[str, float] | None = None,
     wall_before: float = 0.0,
     untimed_images: int = 0,
     faults: int = 0,
@@ -135,6 +137,7 @@ def summarise(
         drop_reasons: reason -> number of dropped groups.
         rounds: the finished validation rounds, in any order.
         peak_memory_bytes: the maximum held by all processes together.
+        cpu_s: role -> CPU seconds.
         wall_before: seconds of earlier attempts.
         untimed_images: the part of `images` from earlier attempts whose time was not recorded.
         faults: parts that were lost and replaced."""
@@ -165,6 +168,7 @@ def summarise(
         validation=tuple(ValidationPoint.of(one) for one in ordered),
         validation_change=_change(ordered),
         peak_memory_bytes=peak_memory_bytes,
+        cpu_s={role: round(seconds, 2) for role, seconds in (cpu_s or {}).items()},
         faults=faults,
     )
 

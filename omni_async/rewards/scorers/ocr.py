@@ -16,8 +16,8 @@ frame with the best value.
 
 RapidOCR's recogniser runs alone, on one line of text per image; the model ships inside its wheel. The network takes
 images 48 pixels high, padded on the right to at least 320 pixels by default. Its time is proportional to that width, so
-small square images are padded to 64 only. Images are not batched: a batch is no faster on a CPU, and a score would then
-depend, in its last bits, on its neighbours.
+small square images are padded to 64 only. Images are not batched: a batch of 4 to 8 takes a fifth less on a CPU, but a
+score would then depend, in its last bits, on its neighbours.
 """
 
 from __future__ import annotations

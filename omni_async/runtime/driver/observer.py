@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -350,7 +350,13 @@ class Observer:
         return {} if change is None else {"validation_gain": change.reward[1] - change.reward[0]}
 
     def summary(
-        self, status: Status, reason: str | None, peak_memory: int | None, finished: float, spans: Sequence[Span]
+        self,
+        status: Status,
+        reason: str | None,
+        peak_memory: int | None,
+        finished: float,
+        spans: Sequence[Span],
+        cpu_s: Mapping[str, float] | None = None,
     ) -> Summary:
         """Return the summary of the run.
 
@@ -359,7 +365,8 @@ class Observer:
             reason: why, in one line; None if it is done.
             peak_memory: bytes of all processes; None if that was not sampled.
             finished: when the last role ended, in seconds of the clock.
-            spans: spans of this attempt, the source of the busy fractions."""
+            spans: spans of this attempt, the source of the busy fractions.
+            cpu_s: role -> CPU seconds."""
         ended = self.ended or self._last
         summary = summarise(
             run=self._run.run_id,
@@ -377,6 +384,7 @@ class Observer:
             drop_reasons=ended.get("drop_reasons"),
             rounds=self._rounds,
             peak_memory_bytes=peak_memory,
+            cpu_s=cpu_s,
             wall_before=self._wall_before,
             untimed_images=self._untimed_images,
             faults=len(self.faults),

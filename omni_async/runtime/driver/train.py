@@ -32,15 +32,15 @@ from omni_async.config.redact import redact, redact_text
 from omni_async.control.control_state import ControlState
 from omni_async.records.read.next_steps import next_steps
 from omni_async.records.write.attempts import Attempt, Fault
-from omni_async.records.write.console import Console, groups_left_out, validation_lines
+from omni_async.records.write.console import Console, cpu_line, groups_left_out, validation_lines
 from omni_async.records.write.live_console import for_stream
 from omni_async.records.write.logs import DRIVER, Consoles, LogConsole, log_path
-from omni_async.records.write.memory import MemorySampler
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.sinks.base import About, SinkUnusableError
 from omni_async.records.write.sinks.feed import Sinks
 from omni_async.records.write.sinks.registry import enabled, open_sinks
 from omni_async.records.write.summary import Summary
+from omni_async.records.write.usage import UsageSampler
 from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.failures import told
 from omni_async.rewards.functions import PASSED, passed
@@ -138,12 +138,12 @@ def train(
     console.phase(f"run {run.run_id}")
     for note in (*inputs.notes, *(f"{name} has no import path: {_FROM_PYTHON} resumes the run" for name in names)):
         console.phase(note)
-    memory = MemorySampler()
-    memory.start()
+    usage = UsageSampler()
+    usage.start()
     try:
-        return asyncio.run(_Run(inputs, run, console, memory, callbacks).to_its_end())
+        return asyncio.run(_Run(inputs, run, console, usage, callbacks).to_its_end())
     finally:
-        memory.stop()
+        usage.stop()
         console.close()
         run.release()
 
@@ -154,14 +154,14 @@ class _Run:
         inputs: RunInputs,
         run: RunDirectory,
         console: Console,
-        memory: MemorySampler,
+        usage: UsageSampler,
         callbacks: Sequence[Callback],
     ) -> None:
         self._inputs, self._callbacks = inputs, callbacks
         self._config = inputs.config
         self._run = run
         self._console = console
-        self._memory = memory
+        self._usage = usage
         self._clock = WallClock()
         self._began = self._clock.now()
         self._restarts = Restarts(inputs.config.run.restarts, self._clock)
@@ -202,7 +202,9 @@ class _Run:
         """Write the results of the run, and print the last lines about it."""
         results = Results(self._run, self._inputs, self._sinks or Sinks(), at_once)
         spans = results.spans_of(observer)
-        summary = observer.summary(ending.status, ending.reason, self._memory.stop(), finished, spans)
+        usage = self._usage
+        usage.stop()
+        summary = observer.summary(ending.status, ending.reason, usage.peak_bytes, finished, spans, usage.cpu_s)
         wall_s, start = observer.wall_s(finished if observer.owns else observer.started), self._inputs.start
         command_attempt = Attempt(
             self._began, self._clock.now(), summary.status, summary.reason, start.version, observer.version, wall_s
@@ -259,6 +261,7 @@ class _Run:
             building = in_daemon_thread(build_cluster, inputs, self._run, attempt)
             cluster = await unless(interrupted.wait(), building)
             cluster.tell = self._console.phase
+            self._usage.roles = cluster.roles
             await unless(interrupted.wait(), cluster.connect())
             listen(interrupted)
             if on_ray:
@@ -289,6 +292,7 @@ class _Run:
         finally:
             control.answer, control.doing = None, "ending"
             if cluster is not None:
+                self._usage.measure()
                 await _close_cluster(cluster, _SOON_S if is_cancelled() else None)
         return ending
 
@@ -376,6 +380,7 @@ def _farewell(run: RunDirectory, observer: Observer, summary: Summary, sinks: Si
     lines = [f"{ended}: {made} in {summary.wall_s:.0f} s after loading"]
     counts = msgspec.to_builtins(summary.counters)
     lines += groups_left_out(counts, summary.reject_reasons, summary.drop_reasons)
+    lines += [cpu_line(summary.cpu_s)] if summary.cpu_s else []
     if summary.validation:
         lines += validation_lines(summary.validation, summary.validation_change)
     names = ("samples", "metrics", "ledger", "logs", "summary", "profile", "timeline")

@@ -73,6 +73,7 @@ class RayCluster(Cluster):
         self.store: ObjectStore = _DriverStore()
         self._handles: dict[str, Any] = {}
         self._where: dict[str, Whereabouts] = {}
+        self._here = ""  # the driver's node
         self._devices: dict[str, list[Device]] = {}
         self._group: PlacementGroup | None = None
         self._placements: PlacementPlan = plan_placements(inputs.config)
@@ -106,6 +107,7 @@ class RayCluster(Cluster):
         await first_of(self._start(), self._watch_ray())
 
     async def _start(self) -> None:
+        self._here = ray.get_runtime_context().get_node_id()
         await self._reserve()
         await in_daemon_thread(lambda: [self._spawn(worker) for worker in self._all_workers()])
         loading = {name for name, _ in self._at_work()}
@@ -254,6 +256,10 @@ class RayCluster(Cluster):
     def parts(self) -> dict[str, dict[str, Any]]:
         where = ((name, self._where[name]) for name in self._actors if name in self._where)
         return {name: {"pid": one.pid, "node": one.node} for name, one in where}
+
+    def roles(self) -> dict[int, str]:
+        where = self._where.copy()  # at once: the loop's thread changes it
+        return {one.pid: Worker.parse(name).role for name, one in where.items() if one.node == self._here}
 
     def sampled(self) -> list[tuple[str, str, list[Device]]]:
         where = self._where

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -16,10 +17,10 @@ from PIL import Image
 
 from omni_async.control.rounds import Round
 from omni_async.media import Media
-from omni_async.records.write import images
+from omni_async.records.write import images, usage
 from omni_async.records.write.images import Typeface, _wrap, caption, image_grid, tile, write_media
-from omni_async.records.write.memory import MemorySampler, process_tree_pss
 from omni_async.records.write.summary import Counters, read_summary, write_summary
+from omni_async.records.write.usage import CpuAccount, UsageSampler, family_of, pss_of
 from omni_async.records.write.vanishing import GradientWatch
 from omni_async.types import Prompt, Score, Span
 from tests.support.configs import make_summary
@@ -30,6 +31,7 @@ def test_a_summary_goes_through_its_file(tmp_path: Path) -> None:
     work = (("rollout-0", "generate", 10, 20), ("trainer", "train", 15, 25), ("reward-0", "score", 15, 16))
     summary = make_summary(
         **{"images": 40, "rewards": [0.0] * 5 + [0.5] + [1.0] * 5, "staleness": [0, 1, 1], "peak_memory_bytes": 5},
+        cpu_s={"rollout": 3.14159, "driver": 1.0},
         counters=Counters(admitted=6, trained=3, rejected=1, dropped=1, live=1),
         spans=[Span(*each) for each in work],
         rounds=[Round(5, 0.5), Round(0, 0.1, {"ocr": 0.1})],
@@ -37,6 +39,7 @@ def test_a_summary_goes_through_its_file(tmp_path: Path) -> None:
     )
     write_summary(tmp_path / "summary.json", summary)
     assert read_summary(tmp_path / "summary.json") == summary
+    assert summary.cpu_s == {"rollout": 3.14, "driver": 1.0}
     assert (summary.images_per_s, summary.images_per_s_per_device) == (4.0, 2.0)
     assert summary.conserved and summary.updates == 11 and summary.overlap_fraction == pytest.approx(0.5)
     assert (summary.first_reward, summary.last_reward) == (0.0, 1.0)
@@ -95,19 +98,58 @@ def test_characters_that_no_font_has_are_spelled_out(monkeypatch: pytest.MonkeyP
 
 
 def test_memory_counts_descendants_once_and_only_while_they_live() -> None:
-    sampler = MemorySampler(interval_s=0.05)
+    sampler = UsageSampler(interval_s=0.05)
     sampler.start()
-    alone = process_tree_pss(os.getpid())
+    alone = pss_of(family_of(os.getpid()))
     hog = "import sys; x = bytearray(200 << 20); print('up', flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", hog], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None and child.stdin is not None
         assert child.stdout.readline() == b"up\n"
-        both = process_tree_pss(os.getpid())
+        both = pss_of(family_of(os.getpid()))
         assert both - alone > 190 << 20
         wait_for(lambda: sampler.peak_bytes >= alone + (190 << 20), "the sampler measures the child")
         child.stdin.close()
-    assert process_tree_pss(child.pid) == 0
-    assert sampler.stop() >= alone + (190 << 20)
+    assert family_of(child.pid) == []
+    sampler.stop()
+    assert sampler.peak_bytes >= alone + (190 << 20)
+    assert sampler.cpu_s["driver"] > 0
+
+
+def test_the_proportional_size_is_read_only_after_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading it takes 20 ms per gigabyte."""
+    reads: list[int] = []
+    monkeypatch.setattr(usage, "pss_of", lambda family: reads.append(len(family)) or 7)
+    sampler = UsageSampler()
+    for grown in (100, 100, 50, 101, 102, 102):
+        monkeypatch.setattr(
+            usage, "_resident_bytes", lambda process, grown=grown: grown if process.pid == os.getpid() else 0
+        )
+        sampler.measure()
+    assert len(reads) == 2 and sampler.peak_bytes == 7
+
+
+def test_cpu_seconds_of_a_role_include_lost_workers_and_their_children() -> None:
+    account = CpuAccount()
+    busy = "import time\nwhile time.process_time() < 0.2: pass\nprint('up', flush=True); input()"
+    worker = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
+    command: dict[str, Any] = {
+        "args": [sys.executable, "-c", worker],
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+    }
+    with subprocess.Popen(**command) as first, subprocess.Popen(**command) as other:
+        for one in (first, other):
+            assert one.stdout is not None and one.stdout.readline() == b"up\n"
+        account.measure(family_of(os.getpid()), {first.pid: "rollout"})
+        for one in (first, other):
+            assert one.stdin is not None
+            one.stdin.close()
+    before = account.by_role()
+    assert before["rollout"] >= 0.2 and before["ray"] >= 0.2, "the child's seconds are its worker's"
+    account.measure(family_of(os.getpid()), {})
+    after = account.by_role()
+    assert (after["rollout"], after["ray"]) == (before["rollout"], before["ray"]), "the last seconds of the ended stay"
+    assert after["driver"] >= before["driver"] > 0
 
 
 # ---- videos and sound, by reading them back --------------------------------------------------------------------------

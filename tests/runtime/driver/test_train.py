@@ -177,6 +177,7 @@ async def test_outside_the_main_thread_nothing_is_installed():
 def test_a_run_that_ends_well(job):
     summary = job.play(HandCluster({"trainer": ends_well}, {"publisher": forever}))
     assert (summary.status, summary.reason) == ("done", None)
+    assert summary.cpu_s["driver"] > 0
     left = {"config.yaml", "summary.json", "attempts.jsonl", "trace.json", "samples", "checkpoints"}
     assert {path.name for path in job.run.path.iterdir()} >= left
     assert not job.run.profile.exists(), "nothing was measured"
