@@ -114,6 +114,7 @@ class RayCluster(Cluster):
 
         async def start(name: str) -> None:
             await self._actors[name].start()
+            self.starts[name] = await self._handles[name].stages.remote(True)
             loading.discard(name)
 
         async with self._startup_limit(lambda: ", ".join(sorted(loading)) or "the actors"):
@@ -123,6 +124,8 @@ class RayCluster(Cluster):
             finally:
                 reporting.cancel()
             await asyncio.gather(*(self._locate(name) for name in self._actors))
+            waiting = [name for name in self._actors if name not in self.starts]
+            self.starts |= {name: await self._handles[name].stages.remote(False) for name in waiting}
 
     async def _report(self, loading: Collection[str]) -> None:
         """Show the workers that are not ready, repeatedly: large models load for minutes."""
@@ -182,12 +185,8 @@ class RayCluster(Cluster):
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=placement.bundle
             )
-        if not self._is_emulated(spec):
-            # Emulated actors get no environment: Ray keeps spare processes ready only without one.
-            threads = str(placement.threads)
-            options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}}
         full_name = f"{self._run.run_id}/{self._attempt}/{name}"
-        self._handles[name] = actor_class().options(name=full_name, **options).remote(make)
+        self._handles[name] = actor_class().options(name=full_name, **options).remote(make, placement.threads)
         self._actors[name] = Proxy(name, self._handles[name], spec.waiting_calls)
         return self._actors[name]
 
