@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from omni_async.config.role_table import WORKING
 from omni_async.records.read.rows import Records, Rows
-from omni_async.records.write.timeline import WAITS
-from omni_async.types import FARTHEST_S, Span
+from omni_async.records.write.activity import WAITS
+from omni_async.types import FARTHEST_S
 from omni_async.worker import Worker
 
 _ROW = np.dtype(
@@ -63,6 +63,16 @@ class SpanLine(msgspec.Struct, gc=False):
     start: float
     end: float
     args: Facts = msgspec.field(default_factory=Facts)
+
+
+class ReadSpan(msgspec.Struct, gc=False):
+    """A span whose arguments are not decoded; they refer to the bytes that it was read from."""
+
+    actor: str
+    kind: str
+    start: float
+    end: float
+    args: msgspec.Raw = msgspec.Raw(b"{}")
 
 
 class Placed(NamedTuple):
@@ -344,7 +354,7 @@ def group_of(group: Any, sample: Any) -> int:
     return -1
 
 
-def is_in_time(span: SpanLine | Span) -> bool:
+def is_in_time(span: SpanLine | ReadSpan) -> bool:
     """Return whether a span begins and ends at times that a clock can have."""
     return max(abs(span.start), abs(span.end)) < FARTHEST_S
 
