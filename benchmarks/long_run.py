@@ -91,7 +91,7 @@ def _one(samples: int) -> Memory:
         run = RunDirectory.create(config, _Now())
         began = time.monotonic()
         begun_mb, run_mb, results_s = run_in_virtual_time(_drive(config, run), start=time.time())
-        took, results_mb = time.monotonic() - began, _megabytes("VmHWM")
+        took, results_mb = time.monotonic() - began, megabytes("VmHWM")
         files = {path.name: path.stat().st_size for path in run.path.iterdir() if path.is_file()}
         report_s, report_mb = _report(run.path)
         run_s = took - results_s
@@ -118,11 +118,11 @@ async def _drive(config: Config, run: RunDirectory) -> tuple[float, float, float
     console = for_stream(io.StringIO(), config.trainer.updates)
     await cluster.start()
     observer = Observer(config, run, console, Sinks(), clock)
-    begun_mb = _megabytes("VmRSS")
+    begun_mb = megabytes("VmRSS")
     ending = await Session(config, cluster, observer, Restarts(0, clock), clock, ()).run(asyncio.Event())
     if ending.status != "done":
         raise RuntimeError(f"the run ended as {ending.status}: {ending.reason}")
-    run_mb, began = _megabytes("VmRSS"), time.monotonic()
+    run_mb, began = megabytes("VmRSS"), time.monotonic()
     _write(Results(run, inputs, Sinks(), False), observer, clock.now())
     return begun_mb, run_mb, time.monotonic() - began
 
@@ -137,14 +137,14 @@ def _report(folder: Path) -> tuple[float, float]:
     """Return the seconds of `omni-async report`, and the most megabytes that it held."""
     began = time.monotonic()
     code = (
-        "import resource, sys; from omni_async.cli import main; code = main(sys.argv[1:]);"
-        " print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)"
+        "import sys; from omni_async.cli import main; from benchmarks.long_run import megabytes;"
+        " code = main(sys.argv[1:]); print(megabytes('VmHWM')); sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code, "report", folder], check=True, capture_output=True, text=True)
-    return time.monotonic() - began, int(done.stdout.split()[-1]) * 1024 / 1e6
+    return time.monotonic() - began, float(done.stdout.split()[-1])
 
 
-def _megabytes(kind: str) -> float:
+def megabytes(kind: str) -> float:
     """Return a number of /proc/self/status, such as VmRSS or VmHWM, in megabytes."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[kind].split()[0]) * 1024 / 1e6

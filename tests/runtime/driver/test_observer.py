@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ from omni_async.records.read.record import read_run
 from omni_async.records.write.attempts import Fault, read_faults
 from omni_async.records.write.devices import Device
 from omni_async.records.write.rundir import RunDirectory, RunDirectoryError
-from omni_async.records.write.sinks.base import Sink
+from omni_async.records.write.sinks.base import Numbers, Sink
 from omni_async.records.write.sinks.feed import Sinks
 from omni_async.records.write.summary import Summary, read_summary, write_summary
 from omni_async.runtime.driver import sample_files
@@ -50,9 +50,8 @@ from tests.support.patience import PATIENCE
 class TellingSink(RecordingSink):
     """A sink that remembers the numbers and remarks of validation rounds."""
 
-    def metrics(self, numbers: dict[str, float], step: int, seconds: float) -> None:
-        if "not_scored" in numbers:
-            self._calls.append(f"{step} {numbers}")
+    def metrics(self, rows: Sequence[Numbers]) -> None:
+        self._calls += [f"{step} {numbers}" for numbers, step, _ in rows if "not_scored" in numbers]
 
     def remark(self, name: str, text: str, step: int) -> None:
         self._calls.append(f"{step} {name}: {text}")
