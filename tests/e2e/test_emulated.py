@@ -10,14 +10,19 @@ import pytest
 from msgspec.structs import replace
 
 from omni_async.algorithms.kinds import samples_per_rank
+from omni_async.config import load
 from omni_async.performance.measure import measure
 from omni_async.performance.profile import NOTHING, load_profile
 from omni_async.records.read.trace_file import read_trace
 from omni_async.records.write import timeline
 from omni_async.records.write.activity import WAITS
 from omni_async.records.write.summary import read_summary
+from omni_async.runtime.driver import results
+from omni_async.runtime.driver.train import train
+from omni_async.runtime.preflight.check import preflight
 from omni_async.simulation.result import times_of
 from omni_async.worker import Worker
+from tests.runtime.runtime_world import RememberingConsole
 from tests.support.job_world import ENVIRONMENT, PROFILE, command_line, emulate, write_emulated
 
 
@@ -79,6 +84,14 @@ def test_measured_profiles_are_the_replayed_ones(recipe: Path, schedule: str) ->
     expected = profile.switch if config.placement.colocated else NOTHING
     assert found.switch.mean() == pytest.approx(expected.mean(), rel=0.02)
     assert found.payload == profile.payload
+
+
+def test_a_profile_is_of_the_newest_spans_and_says_so(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "MOST_MEASURED", 100)
+    inputs = preflight(load(recipe, ["emulation.time_scale=0.001", "trainer.updates=4"]))
+    summary = train(inputs, RememberingConsole())
+    profile = load_profile(str(recipe.parent / "runs" / summary.run / "profile.json"))
+    assert ", its newest 100 of " in profile.source and profile.train.mean(4) > 0
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
