@@ -18,8 +18,9 @@ from matplotlib.axes import Axes
 from benchmarks.arguments import EMULATED
 from omni_async.config import Config, load
 from omni_async.control.events import RunEvent
+from omni_async.records.write.activity import WAITS
 from omni_async.records.write.rundir import RunDirectory
-from omni_async.records.write.timeline import WAITS, union
+from omni_async.records.write.timeline import union
 from omni_async.runtime.inprocess import events_of
 from omni_async.runtime.preflight.check import preflight
 from omni_async.simulation.virtual_time import VirtualClock

@@ -36,7 +36,7 @@ _BOUNDS = [
     ("profile, benchmark", "config.decoding", "MOST_VALUES"),
     ("run folder", "records.write.files", "LONGEST_LINE MOST_LINES _MOST_MEMORY"),
     ("run folder", "records.read.record", "_MOST_UPDATES _LARGEST_CONFIG"),
-    ("run folder", "records.write.timeline", "_LARGEST_FILE"),
+    ("run folder", "records.read.trace_file", "_LONGEST"),
     ("run folder", "records.write.summary", "_LARGEST_FILE"),
     ("run folder", "commands.report.pictures", "_MOST_PIXELS _MOST_DECODED _MOST_BYTES"),
     ("run folder", "commands.report.what_it_buys", "_MOST_SIMULATED"),

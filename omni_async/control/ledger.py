@@ -19,9 +19,11 @@ import msgspec
 import xxhash
 
 from omni_async.control.control_state import LedgerState
+from omni_async.control.reasons import OTHER
 from omni_async.types import LedgerEntry
 
 _ENCODER = msgspec.json.Encoder()
+_MOST_REASONS = 1000  # different texts that are counted; they are in every checkpoint
 
 
 class ConservationError(AssertionError):
@@ -65,7 +67,8 @@ class Ledger:
         self._live.remove(entry.group)
         self.events[entry.event] += 1
         if entry.reason is not None:
-            (self.drop_reasons if entry.event == "dropped" else self.reasons)[entry.reason] += 1
+            reasons = self.drop_reasons if entry.event == "dropped" else self.reasons
+            reasons[entry.reason if entry.reason in reasons or len(reasons) < _MOST_REASONS else OTHER] += 1
         if entry.staleness is not None:
             self.staleness[entry.staleness] += 1
         line = encode_line(entry)

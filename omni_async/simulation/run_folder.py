@@ -5,8 +5,10 @@ The pace is when its updates ended, and the seconds of each stage between them, 
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,11 +19,12 @@ from msgspec import UNSET
 from omni_async.config import Config, ConfigError, load
 from omni_async.config.draws import drawn
 from omni_async.performance.profile import Profile, read_profile
+from omni_async.records.read.trace_file import read_trace
 from omni_async.records.write.attempts import Attempt
 from omni_async.records.write.files import read_foreign
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import read_summary
-from omni_async.records.write.timeline import Interval, clip, length, read_trace, union
+from omni_async.records.write.timeline import clip, length, union
 from omni_async.simulation.simulate import Steady
 from omni_async.types import Count, Span, Time
 from omni_async.worker import Worker
@@ -97,11 +100,10 @@ def read_measured(folder: Path) -> MeasuredRun:
         rejected = min(_MOST_REJECTED, summary.counters.rejected / max(1, ended_groups))
     except (OSError, ValueError, RecursionError):
         pass
-    try:
-        spans = read_trace(run.trace)
-    except (OSError, ValueError, RecursionError):
-        spans = []
     finished = [line.finished for line in updates]
+    stages: dict[str, float] = {}
+    with suppress(OSError, ValueError, RecursionError):
+        stages = stage_seconds(read_trace(run.trace), finished, config)
     profile = read_profile(run.profile, within=folder)
     if drawn(config) == "tokens" and profile.tokens is UNSET:
         raise ConfigError(
@@ -109,7 +111,6 @@ def read_measured(folder: Path) -> MeasuredRun:
             f" wrote it; simulate {run.config_yaml} with --profile NAME"
         )
     validation = min(_MOST_VALIDATED, max((line.asked for line in rounds), default=0))
-    stages = stage_seconds(spans, finished, config)
     return MeasuredRun(config, profile, finished, devices, stages, validation, rejected)
 
 
@@ -129,17 +130,18 @@ def stage_seconds(spans: Iterable[Span], finished: Sequence[float], config: Conf
         return {}
     start, end, updates = finished[steady.first - 1], finished[steady.last - 1], steady.last - steady.first
     workers = {"generation": config.rollout.workers, "scoring": config.reward.workers}
-    times: dict[str, dict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
+    times: dict[str, dict[str, array[float]]] = defaultdict(lambda: defaultdict(lambda: array("d")))
     for span in spans:
         worker = Worker.parse(span.actor)
         stage = _STAGES.get(worker.role, {}).get(span.kind)
         if stage is not None:
-            times[stage][worker.slot].append((span.start, span.end))
+            times[stage][worker.slot].extend((span.start, span.end))
     if not times or end <= start:
         return {}
     found = {}
     for stage in ("generation", "scoring", "training", "checkpoints"):
-        busy = sum(length(clip(union(one), start, end)) for one in times[stage].values())
+        own = (union(zip(one[::2], one[1::2], strict=True)) for one in times[stage].values())
+        busy = sum(length(clip(one, start, end)) for one in own)
         found[stage] = busy / workers.get(stage, 1) / updates
     waits = (end - start) / updates - found["training"] - found["checkpoints"]
     return found | {"waits": max(0.0, waits)}

@@ -17,9 +17,9 @@ from omni_async.config.reading import OutsideError, TooLargeError, open_file, re
 from omni_async.data.preferences import PreferencePairs
 from omni_async.data.prompts import load_prompts
 from omni_async.performance.profile import load_profile
+from omni_async.records.read.trace_file import read_trace
 from omni_async.records.write.files import read_lines
 from omni_async.records.write.summary import read_ending, read_summary
-from omni_async.records.write.timeline import read_trace
 from tests.support.patience import PATIENCE
 
 
@@ -59,7 +59,7 @@ def test_paths_that_are_no_files(tmp_path: Path, name: str, make: Callable[[Path
 
 
 @pytest.mark.timeout(PATIENCE)
-@pytest.mark.parametrize("read", [read_lines, read_summary, read_trace, read_overlap])
+@pytest.mark.parametrize("read", [read_lines, read_summary, lambda path: [*read_trace(path)], read_overlap])
 def test_run_files_that_are_pipes(tmp_path: Path, read: Callable[[Path], object]) -> None:
     os.mkfifo(tmp_path / "left.json")
     assert read_ending(tmp_path / "left.json") == (None, 0), "a run whose summary is a pipe has no known end"

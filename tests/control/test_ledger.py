@@ -36,3 +36,11 @@ def test_a_group_is_admitted_once_and_ends_once_and_books_that_disagree_are_an_e
     for live in (set(), {3, 4, 6}, {4, 6}):
         with pytest.raises(ConservationError, match="disagree on groups"):
             ledger.check(live)
+
+
+def test_reasons_that_all_differ_are_counted_together_beyond_a_thousand() -> None:
+    ledger = Ledger(lambda entry: None)
+    for group in range(1500):
+        ledger.admit(group)
+        ledger.end(entry(group, "dropped", f"request {group} was lost"))
+    assert len(ledger.drop_reasons) == 1001 and ledger.drop_reasons["other reasons"] == 500

@@ -10,13 +10,19 @@ import pytest
 from msgspec.structs import replace
 
 from omni_async.algorithms.kinds import samples_per_rank
+from omni_async.config import load
 from omni_async.performance.measure import measure
 from omni_async.performance.profile import NOTHING, load_profile
+from omni_async.records.read.trace_file import read_trace
 from omni_async.records.write import timeline
+from omni_async.records.write.activity import WAITS
 from omni_async.records.write.summary import read_summary
-from omni_async.records.write.timeline import WAITS, read_trace
+from omni_async.runtime.driver import results
+from omni_async.runtime.driver.train import train
+from omni_async.runtime.preflight.check import preflight
 from omni_async.simulation.result import times_of
 from omni_async.worker import Worker
+from tests.runtime.runtime_world import RememberingConsole
 from tests.support.job_world import ENVIRONMENT, PROFILE, command_line, emulate, write_emulated
 
 
@@ -80,6 +86,14 @@ def test_measured_profiles_are_the_replayed_ones(recipe: Path, schedule: str) ->
     assert found.payload == profile.payload
 
 
+def test_a_profile_is_of_the_newest_spans_and_says_so(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "MOST_MEASURED", 100)
+    inputs = preflight(load(recipe, ["emulation.time_scale=0.001", "trainer.updates=4"]))
+    summary = train(inputs, RememberingConsole())
+    profile = load_profile(str(recipe.parent / "runs" / summary.run / "profile.json"))
+    assert ", its newest 100 of " in profile.source and profile.train.mean(4) > 0
+
+
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
@@ -98,7 +112,7 @@ def test_emulated_runs_need_no_torch(recipe: Path, tmp_path: Path, runtime: str)
     (run,) = (recipe.parent / "runs").glob("emulated-*")
     summary = read_summary(run / "summary.json")
     assert (summary.status, summary.updates, summary.conserved) == ("done", 5, True)
-    spans = read_trace(run / "trace.json")
+    spans = [*read_trace(run / "trace.json")]
     assert {Worker.parse(span.actor).role for span in spans} == {"rollout", "reward", "trainer", "publisher"}
     assert {span.kind for span in spans} >= {"generate", "score", "train", "export", "publish", "stage", "swap", *WAITS}
     finished = [json.loads(line)["finished"] for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -18,6 +18,7 @@ from omni_async import cli
 from omni_async.aio.clock import Clock
 from omni_async.checkpoint.folders import newest_first, require_whole
 from omni_async.config import Config, load, writing
+from omni_async.records.read.trace_file import read_trace
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import Summary, read_summary
 from omni_async.roles import checkpointer
@@ -106,9 +107,11 @@ def test_the_summary_gets_the_room_of_the_spans(tmp_path, monkeypatch):
         real(path, summary)
 
     monkeypatch.setattr(results, "write_summary", while_spans_are_there)
+    monkeypatch.setattr(results, "MOST_MEASURED", 60)
     summary, run = emulated(tmp_path, SHORT)
     assert (summary.status, summary.unwritten) == ("done", {})
     assert read_summary(run / "summary.json") == summary
+    assert len([*read_trace(run / "trace.json")]) == 60, "the newest, which were in memory"
 
 
 def test_a_folder_that_becomes_read_only(tmp_path, monkeypatch):

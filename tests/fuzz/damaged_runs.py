@@ -116,7 +116,7 @@ def _complete(run: Path) -> None:
     action = {"time": 1795640590.0, "action": "stop", "workers": {}, "address": "", "result": "done", "seconds": 0.1}
     for name, line in (("faults", fault), ("changes", change), ("actions", action)):
         (run / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
-    from omni_async.records.write.timeline import read_trace
+    from omni_async.records.read.trace_file import read_trace
 
     spans = read_trace(run / "trace.json")
     (run / "spans.jsonl").write_bytes(b"".join(msgspec.json.encode(span, enc_hook=str) + b"\n" for span in spans))
@@ -537,7 +537,8 @@ def _recipe_words(place_: _Place) -> list[str]:
 def _resume(place_: _Place, rng: random.Random, problems: list[str]) -> int:
     """Find the checkpoint, and take the folder over as a resumed run does before its first update."""
     from omni_async.config import load
-    from omni_async.records.write.rundir import RunDirectory, RunDirectoryError, SpanLog
+    from omni_async.records.write.rundir import RunDirectory, RunDirectoryError
+    from omni_async.records.write.span_log import SpanLog
     from omni_async.runtime.preflight.resume import nothing_to_do
 
     words = _recipe_words(place_)

@@ -19,7 +19,7 @@ from omni_async.control.control_state import LedgerState
 from omni_async.control.events import EventLog, RunEvent
 from omni_async.control.ledger import Ledger
 from omni_async.records.write.ledger_file import JsonlSink
-from omni_async.records.write.sinks.base import Ended, Sink
+from omni_async.records.write.sinks.base import Ended, Numbers, Sink
 from omni_async.records.write.summary import ValidationPoint
 from omni_async.runtime.start_times import Stage
 from omni_async.store import LocalStore, ObjectStore
@@ -124,7 +124,7 @@ class RecordingSink(Sink):
     def begin(self, version: int) -> None:
         self._calls.append(f"begin {version}")
 
-    def metrics(self, numbers: dict[str, float], step: int, seconds: float) -> None:
+    def metrics(self, rows: Sequence[Numbers]) -> None:
         self._calls.append("metrics")
 
     def image(self, image: Any, kind: str, step: int) -> None:

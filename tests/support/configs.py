@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import msgspec
 import yaml
 
 from omni_async.config import Config
+from omni_async.records.write.activity import Activity
 from omni_async.records.write.summary import Counters, Summary, summarise
 
 Sections = Mapping[str, Any]
@@ -52,6 +54,7 @@ def write_recipe_file(path: Path, recipe: Sections, sections: Sections) -> Path:
 def make_summary(**given: Any) -> Summary:
     """Makes the summary of a run of ten seconds that did nothing, but for what is given."""
     nothing = Counters(admitted=0, trained=0, rejected=0, dropped=0, live=0)
-    none: dict[str, Any] = {"rewards": [], "staleness": [], "spans": [], "images": 0, "devices": 2}
+    none: dict[str, Any] = {"rewards": [], "staleness": [], "images": 0, "devices": 2}
     ended = {"run": "run", "status": "done", "started": 10.0, "finished": 20.0, "counters": nothing}
+    given["activity"] = Activity((given.get("started", 10.0), math.inf), given.pop("spans", ()))
     return summarise(**(ended | none | given))

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from omni_async.records.write.ledger_file import JsonlSink
-from omni_async.records.write.rundir import RunDirectory, SpanLog
+from omni_async.records.write.rundir import RunDirectory
+from omni_async.records.write.span_log import SpanLog
 from omni_async.records.write.timeline import write_trace
 from omni_async.types import LedgerEntry, Span
 
@@ -128,7 +129,7 @@ class MadeRun:
                 spans = []
         self._log(log, run, spans)
         if over:
-            write_trace(run.trace, log.all())
+            write_trace(run.trace, log)
             log.remove_file()
         return run
 

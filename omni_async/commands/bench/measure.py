@@ -26,9 +26,11 @@ from omni_async.config import Config, ConfigError
 from omni_async.config.draws import drawn
 from omni_async.performance.measure_tokens import is_validation, tokens_of
 from omni_async.performance.profile import Profile, load_profile
+from omni_async.records.read.trace_file import read_trace
+from omni_async.records.write.activity import Activity, busy_fractions
 from omni_async.records.write.files import read_lines
 from omni_async.records.write.summary import read_summary
-from omni_async.records.write.timeline import Interval, at_least, busy_fractions, clip, length, read_trace, union
+from omni_async.records.write.timeline import Interval, at_least, clip, length, union
 from omni_async.simulation.simulate import Steady
 from omni_async.types import Span
 from omni_async.worker import Worker
@@ -93,7 +95,7 @@ def measure(run: Path, config: Config) -> Measured:
         lines = [json.loads(line) for line in read_lines(run / "metrics.jsonl")]
         # In the clock's seconds. Lines of validation rounds have no such time.
         finished = {line["update"]: line["finished"] for line in lines if "finished" in line}
-        spans = read_trace(run / "trace.json")
+        spans = [*read_trace(run / "trace.json")]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise NotMeasurableError(f"{run}: {type(error).__name__}: {error}") from error
     updates = config.trainer.updates
@@ -116,7 +118,7 @@ def measure(run: Path, config: Config) -> Measured:
         tokens_per_s=None if tokens is None else images * tokens,
         attribution={name: seconds / len(steps) for name, seconds in categories.items()},
         stages=_stages(spans, start, end, len(steps), config, run_profile(run)),
-        busy=busy_fractions(spans, start, end),
+        busy=busy_fractions(Activity((start, math.inf), spans), end),
         staleness=summary.staleness,
         peak_memory_bytes=summary.peak_memory_bytes,
     )

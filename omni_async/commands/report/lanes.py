@@ -5,15 +5,17 @@ Times are seconds since the first span.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from omni_async.commands.report.blocks import Lanes
 from omni_async.records.read.record import Run
-from omni_async.records.read.spans import Actor, group_of, lane_order, prompts_of
-from omni_async.types import LedgerEntry, Span
+from omni_async.records.read.spans import Actor, ReadSpan, group_of, lane_order, prompts_of
+from omni_async.types import LedgerEntry
 
 MOST_SPANS = 6000
 HINT = (
@@ -21,29 +23,61 @@ HINT = (
     " Click a sample to follow its group."
 )
 _LONGEST_ARGS = 4000  # characters of a span's arguments
+_LONGEST_READ = 2**14  # bytes of arguments, with the unused ones
 _KEPT = ("sample", "versions", "version_steps", "media_bytes", "scorer", "samples", "version", "step", "megabytes")
 
 
-def lanes(run: Run, spans: Sequence[Span]) -> Lanes:
-    """Return the timeline of a run; `spans` are all of its spans, at least one."""
-    return Lanes("lanes", "What every worker did", HINT, embedded(spans, run.ledger))
+class Timeline:
+    """The extent of a run's spans, their workers, and the spans that ended last, collected one by one.
+
+    `number`: of all spans. `start`, `end`: of their times."""
+
+    def __init__(self, spans: Iterable[ReadSpan]) -> None:
+        self.number, self.start, self.end = 0, math.inf, -math.inf
+        self.actors: dict[str, None] = {}
+        self._newest: list[ReadSpan] = []
+        for span in spans:
+            self.number += 1
+            self.start, self.end = min(self.start, span.start), max(self.end, span.end)
+            self.actors[span.actor] = None
+            fits = memoryview(span.args).nbytes <= _LONGEST_READ
+            self._newest.append(structs.replace(span, args=span.args.copy() if fits else msgspec.Raw(b"{}")))
+            if len(self._newest) > 2 * MOST_SPANS:
+                self._forget()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Keep the spans for a page, and the newest other span."""
+        self._newest = sorted(self._newest, key=_end)[-MOST_SPANS - 1 :]
+
+    @property
+    def newest(self) -> list[ReadSpan]:
+        """The spans for a page, up to `MOST_SPANS`, in the order of their starts."""
+        return sorted(self._newest[-MOST_SPANS:], key=lambda span: span.start)
+
+    @property
+    def whole_from(self) -> float:
+        """The end of the newest span without a place in `newest`; the start, if all have one."""
+        return self.start if self.number <= MOST_SPANS else self._newest[0].end
 
 
-def newest(spans: Sequence[Span]) -> list[Span]:
-    """Return the spans for a page: the `MOST_SPANS` spans that ended last, ordered by start."""
-    return sorted(sorted(spans, key=lambda span: span.end)[-MOST_SPANS:], key=lambda span: span.start)
+def _end(span: ReadSpan) -> float:
+    return span.end
 
 
-def embedded(spans: Sequence[Span], ledger: Iterable[LedgerEntry]) -> dict[str, Any]:
+def lanes(run: Run, timeline: Timeline) -> Lanes:
+    """Return the timeline of a run, of at least one span."""
+    return Lanes("lanes", "What every worker did", HINT, embedded(timeline, run.ledger))
+
+
+def embedded(timeline: Timeline, ledger: Iterable[LedgerEntry]) -> dict[str, Any]:
     """Return the newest spans of a run, and details of their groups.
 
     Args:
-        spans: the run's spans, in any order; at least one.
+        timeline: of at least one span.
         ledger: the groups that ended."""
-    ordered = sorted(spans, key=lambda span: span.end)
-    kept = newest(spans)
-    origin = min(span.start for span in spans)
-    slots = lane_order(span.actor for span in spans)
+    kept, origin = timeline.newest, timeline.start
+    slots = lane_order(timeline.actors)
     place = {slot: number for number, slot in enumerate(slots)}
     kinds = {kind: number for number, kind in enumerate(dict.fromkeys(span.kind for span in kept))}
     actors: dict[str, Actor] = {}
@@ -52,20 +86,21 @@ def embedded(spans: Sequence[Span], ledger: Iterable[LedgerEntry]) -> dict[str, 
     calls: dict[str, list[int]] = {}
     for number, span in enumerate(kept):
         actor = actors.setdefault(span.actor, Actor(span.actor))
-        text = msgspec.json.encode({name: span.args[name] for name in _KEPT if name in span.args}).decode()
+        found = _arguments(span)
+        text = msgspec.json.encode({name: found[name] for name in _KEPT if name in found}).decode()
         text = text if len(text) <= _LONGEST_ARGS else "{}"
         row = (
             place[actor.worker.slot],
             actor.track_of(span.start, span.end),
             kinds[span.kind],
-            group_of(span.args.get("group"), span.args.get("sample")),
+            group_of(found.get("group"), found.get("sample")),
             round(span.start - origin, 6),
             round(max(span.start, span.end) - origin, 6),
             args.setdefault(text, len(args)),
         )
         for column, value in zip(boxes.values(), row, strict=True):
             column.append(value)
-        if scored := prompts_of(span.args.get("prompts")):
+        if scored := prompts_of(found.get("prompts")):
             calls[str(number)] = scored
     shown = {group for group in boxes["group"] if group >= 0}
     groups = {
@@ -73,8 +108,7 @@ def embedded(spans: Sequence[Span], ledger: Iterable[LedgerEntry]) -> dict[str, 
         for entry in ledger
         if entry.group in shown
     }
-    end = ordered[-1].end - origin
-    start = 0.0 if len(kept) == len(ordered) else ordered[-MOST_SPANS - 1].end - origin
+    start, end = timeline.whole_from - origin, timeline.end - origin
     return {
         "static": True,
         "lanes": slots,
@@ -85,8 +119,15 @@ def embedded(spans: Sequence[Span], ledger: Iterable[LedgerEntry]) -> dict[str, 
         "args": [msgspec.json.decode(text) for text in args],
         "calls": calls,
         "groups": groups,
-        "note": _note(len(kept), len(ordered), start, end),
+        "note": _note(len(kept), timeline.number, start, end),
     }
+
+
+def _arguments(span: ReadSpan) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(span.args, type=dict[str, Any])
+    except (ValueError, RecursionError):
+        return {}
 
 
 def _note(kept: int, all_: int, start: float, end: float) -> str:

@@ -6,21 +6,18 @@ over starved, as in the summary. The remainder is time without any record.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from omni_async.commands.report.blocks import Axis, Block, Cell, Chart, Details, Section, Series, Table, Text
-from omni_async.commands.report.lanes import lanes
+from omni_async.commands.report.lanes import Timeline, lanes
 from omni_async.commands.report.shown import Shown, tabs
-from omni_async.records.write.timeline import WAITS
-from omni_async.types import Span
-from omni_async.worker import Worker
+from omni_async.records.write.activity import Activity, Stretch
 
-Times = NDArray[np.float64]  # (number, 2): starts and ends, sorted and disjoint
+Shares = NDArray[np.float64]  # (number of stretches, states)
 STATES = ("busy", "backpressured", "starved", "nothing")
 _BINS = 160
 STAGES = {"rollout": "generation", "reward": "scoring", "trainer": "training"}
@@ -37,15 +34,15 @@ def waiting(shown: Sequence[Shown]) -> Section:
 
 
 def _one(one: Shown) -> list[Block]:
-    spans = one.run.spans()
-    if not spans:
+    timeline = Timeline(one.run.spans())
+    if not timeline.number:
         return [Text("This run has no timeline: neither trace.json nor spans.jsonl is there.", "nothing")]
-    start, end = min(span.start for span in spans), max(span.end for span in spans)
-    roles = shares(spans, start, end)
+    start, end = timeline.start, timeline.end
+    roles = shares(one.run.spans(), start, end)
     means = {role: dict(zip(STATES, bins.mean(axis=0), strict=True)) for role, bins in roles.items()}
     return [
         Text(slowest(means, one.run.setting("staleness.max_updates")).why),
-        lanes(one.run, spans),
+        lanes(one.run, timeline),
         Details(
             "Shares of the time, by role",
             [*(_areas(role, bins, end - start) for role, bins in roles.items()), _totals(roles)],
@@ -53,7 +50,7 @@ def _one(one: Shown) -> list[Block]:
     ]
 
 
-def shares(spans: Sequence[Span], start: float, end: float, bins: int = _BINS) -> dict[str, Times]:
+def shares(spans: Iterable[Stretch], start: float, end: float, bins: int = _BINS) -> dict[str, Shares]:
     """Return, per role, the share of its workers' time in each state.
 
     Args:
@@ -63,48 +60,10 @@ def shares(spans: Sequence[Span], start: float, end: float, bins: int = _BINS) -
 
     Returns:
         role -> (bins, 4) in the order of `STATES`, each row adding up to 1."""
-    per_slot: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    for span in spans:
-        if span.kind != "outage":
-            kind = span.kind if span.kind in WAITS else "busy"
-            per_slot[Worker.parse(span.actor).slot][kind].append((span.start - start, span.end - start))
-    edges = np.linspace(0.0, end - start, bins + 1)
-    per_role: dict[str, list[Times]] = defaultdict(list)
-    for slot, kinds in per_slot.items():
-        covered, columns, before = np.zeros((0, 2)), [], np.zeros(bins)
-        for state in STATES[:3]:
-            covered = united(np.concatenate([covered, np.array(kinds.get(state) or np.zeros((0, 2)))]))
-            inside = np.diff(_covered_until(covered, edges))
-            columns.append(inside - before)
-            before = inside
-        width = max((end - start) / bins, 1e-9)
-        columns.append(width - before)
-        per_role[Worker.parse(slot).role].append(np.clip(np.stack(columns, axis=1) / width, 0.0, 1.0))
-    ordered = sorted(per_role, key=lambda role: (_ORDER.index(role) if role in _ORDER else len(_ORDER), role))
-    return {role: np.mean(per_role[role], axis=0) for role in ordered}
-
-
-def united(intervals: Times) -> Times:
-    """Return the same points of time as sorted disjoint intervals (n, 2); empty ones vanish."""
-    intervals = intervals[intervals[:, 0] < intervals[:, 1]]
-    if not len(intervals):
-        return intervals.reshape(0, 2)
-    intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
-    reached = np.maximum.accumulate(intervals[:, 1])
-    first = np.concatenate([[True], intervals[1:, 0] > reached[:-1]])
-    last = np.concatenate([first[1:], [True]])
-    return np.stack([intervals[first, 0], reached[last]], axis=1)
-
-
-def _covered_until(times: Times, edges: Times) -> Times:
-    """Return how many seconds of `times` precede each edge."""
-    if not len(times):
-        return np.zeros(len(edges))
-    before = np.concatenate([[0.0], np.cumsum(times[:, 1] - times[:, 0])])
-    number = np.searchsorted(times[:, 0], edges, side="right")
-    inside = np.where(number > 0, edges - times[np.maximum(number - 1, 0), 0], 0.0)
-    longest = np.where(number > 0, (times[:, 1] - times[:, 0])[np.maximum(number - 1, 0)], 0.0)
-    return before[np.maximum(number - 1, 0)] + np.minimum(inside, longest)
+    found = Activity(np.linspace(start, end, bins + 1), spans).shares(end)
+    ordered = sorted(found, key=lambda role: (_ORDER.index(role) if role in _ORDER else len(_ORDER), role))
+    rest = {role: 1.0 - rows.sum(axis=1, keepdims=True) for role, rows in found.items()}
+    return {role: np.clip(np.hstack([found[role], rest[role]]), 0.0, 1.0) for role in ordered}
 
 
 class Slowest(NamedTuple):
@@ -156,7 +115,7 @@ def slowest(shares_: Mapping[str, Mapping[str, float]], budget: Any) -> Slowest:
     )
 
 
-def _areas(role: str, bins: Times, wall_s: float) -> Chart:
+def _areas(role: str, bins: Shares, wall_s: float) -> Chart:
     middles = [(number + 0.5) * wall_s / len(bins) / 60 for number in range(len(bins))]
     stacked = [
         Series(state, {"minutes": middles}, [round(float(share), 4) for share in column], colour=state)
@@ -170,7 +129,7 @@ def _areas(role: str, bins: Times, wall_s: float) -> Chart:
     return Chart(f"waiting-{role}", role, hint, x, y, stacked, form="area", stacked=True)
 
 
-def _totals(roles: dict[str, Times]) -> Table:
+def _totals(roles: dict[str, Shares]) -> Table:
     rows: list[list[Cell]] = [[role, *(f"{share:.1%}" for share in bins.mean(axis=0))] for role, bins in roles.items()]
     hint = "Of the whole timeline, which is that of the newest attempt."
     return Table("waiting-totals", "Shares of the time, by role", ["role", *STATES], rows, hint)

@@ -188,7 +188,10 @@ class LiveRun:
 
     def _lanes(self) -> dict[str, Any]:
         spans = self.follower.spans
-        note = f"{len(spans):,} spans" + (", and more are being read" if self.follower.is_behind else "")
+        part = f"the newest {len(spans):,} of " if spans.forgotten else ""
+        note = f"{part}{len(spans) + spans.forgotten:,} spans" + (
+            ", and more are being read" if self.follower.is_behind else ""
+        )
         data = {
             "live": True,
             "lanes": spans.lanes(),

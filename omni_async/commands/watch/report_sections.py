@@ -26,7 +26,7 @@ from omni_async.records.write.rundir import RunDirectory
 FRUGAL = 300.0
 _OF_SPANS, _SIMULATED = "waiting", "what-it-buys"
 LIVE_CHARTS = ("reward", "accuracy")  # ids of charts that are up to date in `now`
-# Reading more spans than this as a whole would take gigabytes; the lanes show them in windows.
+# Reading more spans than this takes seconds; the lanes show them in windows.
 _MOST_SPAN_BYTES = 20_000_000
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,14 +22,13 @@ from omni_async.config.tree import require_plain_tree
 from omni_async.config.yaml_text import parse_yaml
 from omni_async.control.rounds import Round
 from omni_async.records.read.rounds import is_round, read_rounds
-from omni_async.records.read.spans import is_in_time
+from omni_async.records.read.run_spans import spans_of
+from omni_async.records.read.spans import ReadSpan
 from omni_async.records.write.attempts import Attempt, Fault
 from omni_async.records.write.files import MOST_LINES, read_foreign
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import Summary, read_summary
-from omni_async.records.write.timeline import read_trace
-from omni_async.types import FARTHEST_S, LedgerEntry, Span, count, finite
-from omni_async.worker import Worker
+from omni_async.types import FARTHEST_S, LedgerEntry, count, finite
 
 T = TypeVar("T")
 
@@ -41,7 +40,6 @@ _GRID = re.compile(r"(train|validation)-(\d{6,9})\.jsonl")
 _MOST_UPDATES = 100_000  # lines of metrics
 _MOST_METRICS = 5000  # names
 _MOST_TILES = 2000  # of a grid
-_MOST_SLOTS = 1000  # of workers
 _MOST_LEFT_OUT = 20
 _LONGEST_TEXT = 10_000  # characters of a prompt
 _LARGEST_CONFIG = 2**18  # bytes, the same bound as for any recipe
@@ -150,28 +148,14 @@ class Run:
                 found.append(Grid(kind, int(made[2]), image, self.left_out))
         return sorted(found, key=lambda grid: (grid.kind != "validation", grid.version))
 
-    def spans(self) -> list[Span]:
-        """Read the timeline of the newest attempt: `spans.jsonl` if it exists, otherwise `trace.json`.
+    def spans(self) -> Iterator[ReadSpan]:
+        """Yield the timeline of the newest attempt: `spans.jsonl` if it exists, otherwise `trace.json`.
 
-        Spans are not cached: a run of a day has a million spans."""
-        if self.is_there(self.folder.spans):
-            path = self.folder.spans
-            spans, why = read_foreign(path, Span, self.path, is_in_time)
-            if why:
-                self.left_out[path.name] = why
-        elif self.is_there(path := self.folder.trace):
-            try:
-                spans = read_trace(path)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                self.left_out[path.name] = f"cannot be read: {reason_of(error)}"
-                return []
-        else:
-            return []
-        kept = _of_first_slots([span for span in spans if is_in_time(span)])
-        if path.name not in self.left_out and len(kept) < len(spans):
-            why = f"{len(spans) - len(kept)} spans are of no time, or of more than {_MOST_SLOTS} workers"
-            self.left_out[path.name] = why
-        return kept
+        A run of a day has a million spans; `left_out` is complete after the last."""
+        for path in (self.folder.spans, self.folder.trace):
+            if self.is_there(path):
+                return spans_of(path, self.folder, self.left_out)
+        return iter(())
 
     def is_there(self, path: Path) -> bool:
         """Return whether a file of the run can be read; if its path holds anything else, `left_out` gets the reason."""
@@ -356,21 +340,6 @@ def is_there(path: Path, within: Path, left_out: dict[str, str]) -> bool:
 def _leave_out(left_out: dict[str, str], name: str, why: str) -> None:
     if len(left_out) < _MOST_LEFT_OUT:
         left_out[name] = why
-
-
-def _of_first_slots(spans: list[Span]) -> list[Span]:
-    """Return the spans of the first workers, up to the maximum of a run."""
-    slots: set[str] = set()
-    known: dict[str, bool] = {}
-    for span in spans:
-        if span.actor not in known:
-            slot = Worker.parse(span.actor).slot
-            known[span.actor] = len(span.actor) <= 200 and (slot in slots or len(slots) < _MOST_SLOTS)
-            if known[span.actor]:
-                slots.add(slot)
-            if len(known) > 10 * _MOST_SLOTS:
-                break
-    return [span for span in spans if known.get(span.actor)]
 
 
 def _tile(number: int, row: dict[str, Any], folder: Path, left_out: dict[str, str]) -> Tile:

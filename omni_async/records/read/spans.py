@@ -1,4 +1,4 @@
-"""Keeps the spans of a run in some 50 bytes each, and serves a timeline from them.
+"""Keeps the newest spans of a run in some 50 bytes each, and serves a timeline from them.
 
 A row has the drawn properties of a span: times, worker, kind and group. Everything else stays in the file, at a place
 recorded in the row. Times are seconds since the epoch.
@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from omni_async.config.role_table import WORKING
 from omni_async.records.read.rows import Records, Rows
-from omni_async.records.write.timeline import WAITS
-from omni_async.types import FARTHEST_S, Span
+from omni_async.records.write.activity import WAITS
+from omni_async.types import FARTHEST_S
 from omni_async.worker import Worker
 
 _ROW = np.dtype(
@@ -35,6 +35,7 @@ _ROW = np.dtype(
 _PIECE = np.dtype([("start", "f8"), ("end", "f8"), ("actor", "u4"), ("waits", "?")])
 _CALL = np.dtype([("start", "f8"), ("end", "f8"), ("offset", "i8"), ("size", "u4"), ("actor", "u4"), ("prompt", "i4")])
 
+_MOST_SPANS = 3_000_000  # up to 290 MB
 _MOST_KINDS = 255
 _LARGEST = 2**31  # exclusive bound on numbers of groups and prompts
 # Exceeds any real run; further actors and tracks are merged.
@@ -63,6 +64,16 @@ class SpanLine(msgspec.Struct, gc=False):
     start: float
     end: float
     args: Facts = msgspec.field(default_factory=Facts)
+
+
+class ReadSpan(msgspec.Struct, gc=False):
+    """A span whose arguments are not decoded; they refer to the bytes that it was read from."""
+
+    actor: str
+    kind: str
+    start: float
+    end: float
+    args: msgspec.Raw = msgspec.Raw(b"{}")
 
 
 class Placed(NamedTuple):
@@ -146,9 +157,7 @@ class SpanStore:
         self.clear()
 
     def clear(self) -> None:
-        self._rows = Rows(_ROW)
-        self._pieces = Rows(_PIECE)
-        self._calls = Rows(_CALL)
+        self._rows, self._pieces, self._calls = (Rows(row, _MOST_SPANS) for row in (_ROW, _PIECE, _CALL))
         self._actors: dict[str, int] = {}
         self._known: list[Actor] = []
         self.kinds: list[str] = []
@@ -159,6 +168,11 @@ class SpanStore:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def forgotten(self) -> int:
+        """Return the number of older spans that are no longer kept."""
+        return self._rows.forgotten
 
     def begin_region(self) -> None:
         """Prepare for spans of another time than before, as when a file's end is read before its beginning."""
@@ -344,7 +358,7 @@ def group_of(group: Any, sample: Any) -> int:
     return -1
 
 
-def is_in_time(span: SpanLine | Span) -> bool:
+def is_in_time(span: SpanLine | ReadSpan) -> bool:
     """Return whether a span begins and ends at times that a clock can have."""
     return max(abs(span.start), abs(span.end)) < FARTHEST_S
 

@@ -1,8 +1,4 @@
-"""Manages the folder of a run, `<run.dir>/<name>-<date>-<time>[-n]/`: its paths and its line files.
-
-All spans are on disk; memory only holds those of the recent past. `spans.jsonl` grows as spans arrive, so a killed run
-leaves them too. A run that ends converts them into its timeline and removes the file.
-"""
+"""Manages the folder of a run, `<run.dir>/<name>-<date>-<time>[-n]/`: its paths and its line files."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import fcntl
 import math
 import os
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import count
@@ -29,7 +25,7 @@ from omni_async.config.reading import open_file
 from omni_async.config.writing import append, open_lock, write_atomic
 from omni_async.records.write.attempts import Attempt
 from omni_async.records.write.files import decode_line, keep_from_children, lines_of, read_records
-from omni_async.types import Count, Span, finite
+from omni_async.types import Count, finite
 
 _LOCK = ".lock"
 _LONGEST_STATEMENT = 1000  # bytes
@@ -327,60 +323,3 @@ def _make_new(parent: Path, stem: str) -> Path:
             continue
         return path
     raise AssertionError("unreachable")
-
-
-# ---- spans ----------------------------------------------------------------------------------------------------------
-
-
-class SpanLog:
-    """The spans of a run.
-
-    `keep_s`: how long before the newest span's end a span stays in memory, without its arguments. `held`: the file is
-    not touched until `begin_file`, because it is an earlier attempt's until a resumed run has an update."""
-
-    def __init__(self, path: Path, keep_s: float, held: bool = False) -> None:
-        self._path = path
-        self._keep_s = keep_s
-        self._recent: deque[Span] = deque()
-        self._encoder = msgspec.json.Encoder(enc_hook=str)
-        self._held: list[Span] | None = []
-        if not held:
-            self.begin_file()
-
-    def begin_file(self) -> None:
-        """Start a new file with the spans that were held. Raises RunDirectoryError if that fails."""
-        held, self._held = self._held, None
-        with refusing(f"cannot begin {self._path} anew"):
-            self._path.unlink(missing_ok=True)
-        self._write(held or ())
-
-    def _write(self, spans: Sequence[Span]) -> None:
-        if spans:
-            with refusing(f"cannot append to {self._path}"):
-                append(self._path, self._encoder.encode_lines(spans))
-
-    def add(self, spans: Sequence[Span]) -> None:
-        """Add spans. Raises RunDirectoryError if they cannot be written."""
-        if not spans:
-            return
-        if self._held is None:
-            self._write(spans)
-        else:
-            self._held += spans
-        self._recent.extend(Span(span.actor, span.kind, span.start, span.end) for span in spans)
-        newest = max(span.end for span in spans)
-        while self._recent and self._recent[0].end < newest - self._keep_s:
-            self._recent.popleft()
-
-    def recent(self, since: float) -> list[Span]:
-        """Return spans that end after `since`, without their arguments; older ones are no longer in memory."""
-        return [span for span in self._recent if span.end >= since]
-
-    def all(self) -> list[Span]:
-        """Return every span, in the order of arrival, except spans whose line is incomplete."""
-        return read_records(self._path, Span) if self._held is None else [*self._held]
-
-    def remove_file(self) -> None:
-        """Remove the file, once its spans are in the timeline."""
-        if self._held is None:
-            self._path.unlink(missing_ok=True)

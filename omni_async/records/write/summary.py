@@ -14,8 +14,8 @@ from omni_async.config.reading import read_file
 from omni_async.config.redact import redact_text
 from omni_async.config.writing import write_atomic
 from omni_async.control.rounds import Change, NotComparable, Round, compare, first_and_last
-from omni_async.records.write.timeline import busy_fractions, overlap_fraction
-from omni_async.types import Amount, Count, Seconds, Span, Value
+from omni_async.records.write.activity import Activity, busy_fractions
+from omni_async.types import Amount, Count, Seconds, Value
 
 Status = Literal["done", "interrupted", "failed"]
 _ENDS = 5
@@ -107,7 +107,7 @@ def summarise(
     rewards: Sequence[float],
     staleness: Iterable[int],
     counters: Counters,
-    spans: Sequence[Span],
+    activity: Activity,
     devices: float,
     reason: str | None = None,
     reject_reasons: dict[str, int] | None = None,
@@ -130,7 +130,7 @@ def summarise(
         rewards: the mean reward of each update.
         staleness: one number of updates per trained group.
         counters: the groups by how they ended.
-        spans: the spans of this attempt.
+        activity: that of this attempt, since `started`.
         devices: number of accelerators of the job, or of CPUs if it has none.
         reason: why it ended, unless it is done; credentials are masked.
         reject_reasons: reason -> number of rejected groups.
@@ -155,8 +155,8 @@ def summarise(
         images_per_s=rate,
         images_per_s_per_device=rate / devices if devices > 0 else rate,
         devices=devices,
-        busy=busy_fractions(spans, started, finished),
-        overlap_fraction=overlap_fraction(spans, started, finished),
+        busy=busy_fractions(activity, finished),
+        overlap_fraction=activity.overlap(finished),
         staleness=counts,
         staleness_max=max(counts, default=None),
         counters=counters,

@@ -1,159 +1,92 @@
-"""Converts spans to a Chrome/Perfetto trace, and to the fractions of time that each role was busy.
+"""Writes spans as a Chrome/Perfetto trace, and computes with sets of time.
 
-Pure functions over finished spans, and over sets of time: sorted, disjoint half-open intervals.
+Sets of time are sorted, disjoint half-open intervals.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+import math
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from omni_async.config.decoding import decode_json
-from omni_async.config.reading import read_file
-from omni_async.config.role_table import WORKING
-from omni_async.config.writing import write_atomic
-from omni_async.types import Span, Time, Value
+from omni_async.config.writing import replacing
+from omni_async.types import Span
 from omni_async.worker import Worker
 
 Interval = tuple[float, float]
 
-WAITS = ("backpressured", "starved")
-# A timeline is read as a whole: some 250,000 spans.
-_LARGEST_FILE = 2**26  # bytes
-_MOST_VALUES = 3_000_000
-_NOT_BUSY = (*WAITS, "outage")
+_BUFFER = 2**20
 
 
-def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
-    """Return Chrome's JSON object: a process per actor, its overlapping spans on numbered lanes (threads).
+class _Lanes:
+    """The lanes (threads) of an actor's process. Spans that overlap are on different lanes.
 
-    Times are whole microseconds since the earliest span, which began at `otherData.origin_s` seconds since the epoch.
-    Lanes are assigned by the rounded times, so complete events (`ph: X`) of one lane never overlap, which Perfetto
-    would otherwise drop or nest."""
-    origin = min((span.start for span in spans), default=0.0)
-    per_actor: dict[str, list[Span]] = defaultdict(list)
-    for span in spans:
-        per_actor[span.actor].append(span)
-    events: list[dict[str, Any]] = []
-    for pid, actor in enumerate(sorted(per_actor), start=1):
-        events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": actor}})
-        events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
-        complete, num_lanes = _lanes(per_actor[actor], pid, origin)
-        for lane in range(num_lanes):
-            label = actor if lane == 0 else f"{actor} #{lane + 1}"
-            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": lane, "args": {"name": label}})
-        events += complete
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"origin_s": origin}}
+    If spans come in the order of their ends, the number of lanes is the maximum overlap."""
 
+    def __init__(self, actor: str, pid: int) -> None:
+        self._pid, self._role = pid, Worker.parse(actor).role
+        self.number = 0
+        self._ends: list[tuple[int, int]] = []  # (end of its last span, lane), sorted
 
-def _lanes(spans: Iterable[Span], pid: int, origin: float) -> tuple[list[dict[str, Any]], int]:
-    """Put each span on the lowest lane that is free when it starts; the number of lanes is the maximum overlap."""
-    complete: list[dict[str, Any]] = []
-    running: list[tuple[int, int]] = []  # (end, lane)
-    free: list[int] = []
-    num_lanes = 0
-    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+    def event(self, span: Span, origin: float) -> dict[str, Any]:
+        """Return the event of a span, on the lane that has been free for the shortest time when it starts."""
         start = round((span.start - origin) * 1e6)
         end = max(start, round((span.end - origin) * 1e6))  # a clock set back must not spoil the file
-        while running and running[0][0] <= start:
-            heapq.heappush(free, heapq.heappop(running)[1])
-        if free:
-            lane = heapq.heappop(free)
+        if place := bisect_right(self._ends, (start, self.number)):
+            _, lane = self._ends.pop(place - 1)
         else:
-            lane, num_lanes = num_lanes, num_lanes + 1
-        heapq.heappush(running, (end, lane))
-        event = {"ph": "X", "name": span.kind, "cat": Worker.parse(span.actor).role, "pid": pid, "tid": lane}
-        complete.append({**event, "ts": start, "dur": end - start, "args": span.args})
-    return complete, num_lanes
+            lane, self.number = self.number, self.number + 1
+        insort(self._ends, (end, lane))
+        event = {"ph": "X", "name": span.kind, "cat": self._role, "pid": self._pid, "tid": lane}
+        return {**event, "ts": start, "dur": end - start, "args": span.args}
 
 
-def write_trace(path: Path, spans: Sequence[Span]) -> None:
-    """Write `trace_events` as JSON, atomically. Arguments without a JSON form are written as their `str`."""
-    write_atomic(path, msgspec.json.encode(trace_events(spans), enc_hook=str))
+def trace_events(spans: Iterable[Span], origin: float, actors: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield Chrome's events: a process per actor, the spans in their order, then the names of the lanes.
 
-
-class _Event(msgspec.Struct, frozen=True, gc=False):
-    ph: str
-    name: str
-    pid: int
-    ts: Value = 0.0
-    dur: Value = 0.0
-    args: dict[str, Any] = {}
-
-
-class _Origin(msgspec.Struct, frozen=True):
-    origin_s: Time
-
-
-class _Trace(msgspec.Struct, frozen=True):
-    traceEvents: list[_Event]
-    otherData: _Origin
-
-
-def read_trace(path: Path) -> list[Span]:
-    """Read every span of a run from a file written by `write_trace`, to the microsecond.
-
-    Raises OSError, or ValueError if it is not such a file or too large for memory."""
-    trace: _Trace = decode_json(read_file(path, _LARGEST_FILE, within=path.parent), _Trace, _MOST_VALUES)
-    origin = trace.otherData.origin_s
-    actors = {event.pid: str(event.args.get("name")) for event in trace.traceEvents if event.name == "process_name"}
-    kinds: dict[str, str] = {}  # a million spans share the few texts of their kinds
-    spans = []
-    for event in trace.traceEvents:
-        if event.ph == "X" and event.pid in actors:
-            start = origin + event.ts / 1e6
-            kind = kinds.setdefault(event.name, event.name)
-            spans.append(Span(actors[event.pid], kind, start, start + event.dur / 1e6, event.args))
-    return spans
-
-
-def _times(spans: Iterable[Span], start: float, end: float, kinds: tuple[str, ...] | None) -> list[Interval]:
-    """Return the times inside [start, end) of spans of these kinds (None: every kind of work)."""
-    chosen = ((s.start, s.end) for s in spans if (s.kind not in _NOT_BUSY if kinds is None else s.kind in kinds))
-    return clip(union(chosen), start, end)
-
-
-def busy_fractions(spans: Sequence[Span], start: float, end: float) -> dict[str, dict[str, float]]:
-    """Return, per role, the mean fractions of [start, end) its actors were `busy`, `backpressured` and `starved`.
-
-    An actor's overlapping spans count once. The three exclude each other in this order: an engine that generates eight
-    samples while a ninth slot waits for a prompt is busy. The rest up to 1 is time without records, or a scorer's
-    outage.
+    Lanes are assigned by rounded times, so complete events (`ph: X`) of one lane never overlap, which Perfetto would
+    otherwise drop or nest.
 
     Args:
-        spans: of all actors, in any order; a worker and its replacement count as one actor.
-        start, end: seconds of the spans' clock."""
-    per_actor: dict[str, list[Span]] = defaultdict(list)
+        spans: those of an actor in the order of their ends.
+        origin: the earliest start, in seconds of the spans' clock; times are whole microseconds since then.
+        actors: of all spans."""
+    lanes = {actor: _Lanes(actor, pid) for pid, actor in enumerate(sorted(actors), start=1)}
+    for pid, actor in enumerate(lanes, start=1):
+        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": actor}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
     for span in spans:
-        per_actor[Worker.parse(span.actor).slot].append(span)  # a replacement has the same slot
-    per_role: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
-    wall = end - start
-    for actor, own in per_actor.items():
-        busy = _times(own, start, end, None)
-        blocked = union([*busy, *_times(own, start, end, ("backpressured",))])
-        waiting = union([*blocked, *_times(own, start, end, ("starved",))])
-        seconds = [length(times) for times in (busy, blocked, waiting)]
-        shares = [amount / wall if wall > 0 else 0.0 for amount in seconds]
-        per_role[Worker.parse(actor).role].append((shares[0], shares[1] - shares[0], shares[2] - shares[1]))
-    names = ("busy", "backpressured", "starved")
-    means = {role: [sum(column) / len(rows) for column in zip(*rows, strict=True)] for role, rows in per_role.items()}
-    return {role: dict(zip(names, shares, strict=True)) for role, shares in sorted(means.items())}
+        yield lanes[span.actor].event(span, origin)
+    for pid, (actor, own) in enumerate(lanes.items(), start=1):
+        for lane in range(own.number):
+            label = actor if lane == 0 else f"{actor} #{lane + 1}"
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": lane, "args": {"name": label}}
 
 
-def overlap_fraction(spans: Sequence[Span], start: float, end: float) -> float:
-    """Return the fraction of [start, end) during which at least two of rollout, reward and trainer were busy.
+def write_trace(path: Path, spans: Iterable[Span]) -> None:
+    """Write `trace_events` as Chrome's JSON object, atomically, an event at a time.
+
+    The first began at `otherData.origin_s` seconds since the epoch. Arguments without a JSON form become their `str`.
 
     Args:
-        spans, start, end: as for `busy_fractions`."""
-    if end <= start:
-        return 0.0
-    per_role = ([span for span in spans if Worker.parse(span.actor).role == role] for role in WORKING)
-    return length(at_least(2, (_times(own, start, end, None) for own in per_role))) / (end - start)
+        path: the file.
+        spans: iterated twice, so not an iterator; those of an actor in the order of their ends."""
+    origin, actors = math.inf, set[str]()
+    for span in spans:
+        origin = min(origin, span.start)
+        actors.add(span.actor)
+    origin = origin if actors else 0.0
+    encoder = msgspec.json.Encoder(enc_hook=str)
+    with replacing(path) as unfinished, unfinished.open("wb", _BUFFER) as file:
+        file.write(b'{"traceEvents":[')
+        for number, event in enumerate(trace_events(spans, origin, actors)):
+            file.write(b"," * (number > 0) + encoder.encode(event))
+        rest = {"displayTimeUnit": "ms", "otherData": {"origin_s": origin}}
+        file.write(b"]," + encoder.encode(rest)[1:])
 
 
 # ---- sets of time ----------------------------------------------------------------------------------------------------

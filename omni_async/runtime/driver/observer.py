@@ -28,20 +28,20 @@ from omni_async.control.control_state import ControlState
 from omni_async.control.events import RunEvent
 from omni_async.control.rounds import NotComparable, Round, compare, first_and_last
 from omni_async.records.read.rounds import line_of
+from omni_async.records.write.activity import Activity, busy_fractions
 from omni_async.records.write.attempts import Fault
 from omni_async.records.write.console import Console, UpdateView, counts_left_out
 from omni_async.records.write.devices import Device, RunDevices, UsedDevice, device_metrics
-from omni_async.records.write.rundir import RunDirectory, SpanLog, append_jsonl
+from omni_async.records.write.rundir import RunDirectory, append_jsonl
 from omni_async.records.write.sinks.feed import Sinks
+from omni_async.records.write.span_log import SpanLog
 from omni_async.records.write.stages import FirstSamples, StageSeconds
 from omni_async.records.write.summary import Counters, Status, Summary, ValidationPoint, read_ending, summarise
-from omni_async.records.write.timeline import busy_fractions
 from omni_async.records.write.vanishing import GradientWatch
 from omni_async.runtime.cluster import RunControl
 from omni_async.runtime.driver.sample_files import SampleFiles
 from omni_async.runtime.driver.update_numbers import update_numbers
 from omni_async.store import ObjectStore
-from omni_async.types import Span
 
 # Window of the console's figures: recent enough to follow a change, long enough to be steady.
 _RECENT_S = 30.0
@@ -89,6 +89,7 @@ class Observer:
         self._wall_before = 0.0 if owns else run.wall_s(start.version)
         self._untimed_images = 0 if self._wall_before else start.images
         self.started = clock.now()
+        self._activity = Activity((self.started, math.inf))
         self._paces: deque[tuple[float, int]] = deque(maxlen=_PACE + 1)  # (time, version) of this attempt's updates
         self.faults: list[Fault] = []
         self.on_lost: Callable[[str, str], None] = lambda name, reason: None
@@ -196,6 +197,7 @@ class Observer:
                 self._console.phase(event.data["text"])
             case "spans":
                 self.spans.add(event.data["spans"])
+                self._activity.add(event.data["spans"])
                 self._stages.add(event.data["spans"])
                 if not self._paces:  # spans arrive a second late, perhaps after the first update
                     self._first.add(event.data["spans"])
@@ -321,7 +323,7 @@ class Observer:
     def _recently_busy(self) -> dict[str, dict[str, float]]:
         now = self._clock.now()
         start = max(self.started, now - _RECENT_S)
-        return busy_fractions(self.spans.recent(start), start, now)
+        return busy_fractions(Activity((start, math.inf), self.spans.recent(start)), now)
 
     def _validated(self, data: dict[str, Any]) -> None:
         finished = msgspec.convert(data["round"], Round)
@@ -355,7 +357,6 @@ class Observer:
         reason: str | None,
         peak_memory: int | None,
         finished: float,
-        spans: Sequence[Span],
         cpu_s: Mapping[str, float] | None = None,
     ) -> Summary:
         """Return the summary of the run.
@@ -365,7 +366,6 @@ class Observer:
             reason: why, in one line; None if it is done.
             peak_memory: bytes of all processes; None if that was not sampled.
             finished: when the last role ended, in seconds of the clock.
-            spans: spans of this attempt, the source of the busy fractions.
             cpu_s: role -> CPU seconds."""
         ended = self.ended or self._last
         summary = summarise(
@@ -378,7 +378,7 @@ class Observer:
             rewards=self._rewards,
             staleness=self._staleness.elements(),
             counters=Counters(**ended["conservation"]),
-            spans=spans,
+            activity=self._activity,
             devices=num_existing_devices(self._config),
             reject_reasons=ended.get("reasons"),
             drop_reasons=ended.get("drop_reasons"),

@@ -22,14 +22,16 @@ from omni_async.performance.profile import encode_profile, is_empty
 from omni_async.records.write.attempts import Attempt
 from omni_async.records.write.rundir import RunDirectory, append_jsonl
 from omni_async.records.write.sinks.feed import Sinks
+from omni_async.records.write.span_log import SpanLog
 from omni_async.records.write.summary import Summary, write_summary
 from omni_async.records.write.timeline import write_trace
 from omni_async.roles.inputs import RunInputs
 from omni_async.runtime.driver.observer import Observer
-from omni_async.types import Span
 
 logger = logging.getLogger(__name__)
 
+# Spans of a profile, which are in memory at once: about 90 MB.
+MOST_MEASURED = 100_000
 # Seconds for the trackers, when the run leaves at once and when it ends in order.
 _SOON_S = 3.0
 _IN_ORDER_S = 60.0
@@ -45,31 +47,23 @@ class Results:
     at_once: bool
     _unwritten: dict[str, str] = field(default_factory=dict, init=False)
 
-    def spans_of(self, observer: Observer) -> list[Span]:
-        """Return every span of the attempt; if they cannot be read, return none, and write no timeline."""
-        spans: list[Span] = []
-        self._try_to_write(self.run.trace, lambda: spans.extend(observer.spans.all()))
-        return spans
-
-    def write(self, observer: Observer, summary: Summary, spans: list[Span], attempt: Attempt) -> Summary:
+    def write(self, observer: Observer, summary: Summary, attempt: Attempt) -> Summary:
         """Write all results.
 
         Args:
             observer: of this attempt of the command; unless it owns the run's files, only `attempt` is written.
             summary: of the run.
-            spans: as `spans_of` returned them.
             attempt: the line for `attempts.jsonl`.
 
         Returns:
             The summary as it is then on disk, with the files that could not be written."""
         path = self.run.summary
         if observer.owns and not self._try_to_write(path, lambda: write_summary(path, summary)):
-            if self.run.trace.name not in self._unwritten:
-                self._remove(observer.spans.remove_file)  # this makes room; the spans are in memory
+            self._remove(lambda: observer.spans.give_room(MOST_MEASURED))
             self._try_to_write(path, lambda: write_summary(path, summary))
         self._try_to_write(self.run.attempts, lambda: append_jsonl(self.run.attempts, attempt))
         if observer.owns and not self.at_once:
-            self._write_from_spans(observer, summary, spans)
+            self._write_from_spans(observer, summary)
         if observer.owns and self._unwritten:
             summary = replace(summary, unwritten={**self._unwritten})
             self._try_to_write(path, lambda: write_summary(path, summary))
@@ -78,22 +72,23 @@ class Results:
         self._end_tracking(observer, summary)
         return replace(summary, unwritten=self._unwritten)
 
-    def _write_from_spans(self, observer: Observer, summary: Summary, spans: list[Span]) -> None:
+    def _write_from_spans(self, observer: Observer, summary: Summary) -> None:
         """Write the profile and the timeline; an attempt that made updates replaces the files of an earlier attempt."""
-        run = self.run
-        if observer.made and run.trace.name not in self._unwritten:
+        run, spans = self.run, observer.spans
+        if observer.made:
             self._try_to_write(run.profile, lambda: self._write_profile(summary, spans))
-        if run.trace.name not in self._unwritten and (observer.made or not run.trace.exists()):
+        if observer.made or not run.trace.exists():
             self._try_to_write(run.trace, lambda: write_trace(run.trace, spans))
         if run.trace.name not in self._unwritten:
-            self._remove(observer.spans.remove_file)
+            self._remove(spans.remove_file)
 
-    def _write_profile(self, summary: Summary, spans: list[Span]) -> None:
+    def _write_profile(self, summary: Summary, spans: SpanLog) -> None:
         replayed = self.inputs.profile
         how = f", on emulated devices that replayed {replayed.name}" if replayed else ""
-        source = f"run {summary.run}, {summary.updates} update{'s' * (summary.updates != 1)}{how}"
-        config = self.inputs.config
-        profile = measure(spans, config, samples_per_rank=samples_per_rank(config), name=summary.run, source=source)
+        part = f", its newest {MOST_MEASURED:,} of {len(spans):,} spans" if len(spans) > MOST_MEASURED else ""
+        source = f"run {summary.run}, {summary.updates} update{'s' * (summary.updates != 1)}{how}{part}"
+        config, newest = self.inputs.config, spans.newest(MOST_MEASURED)
+        profile = measure(newest, config, samples_per_rank=samples_per_rank(config), name=summary.run, source=source)
         if not is_empty(profile):
             write_atomic(self.run.profile, encode_profile(profile))
 

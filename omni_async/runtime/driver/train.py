@@ -205,15 +205,14 @@ class _Run:
     def _write(self, ending: Ending, observer: Observer, finished: float, at_once: bool) -> Summary:
         """Write the results of the run, and print the last lines about it."""
         results = Results(self._run, self._inputs, self._sinks or Sinks(), at_once)
-        spans = results.spans_of(observer)
         usage = self._usage
         usage.stop()
-        summary = observer.summary(ending.status, ending.reason, usage.peak_bytes, finished, spans, usage.cpu_s)
+        summary = observer.summary(ending.status, ending.reason, usage.peak_bytes, finished, usage.cpu_s)
         wall_s, start = observer.wall_s(finished if observer.owns else observer.started), self._inputs.start
         command_attempt = Attempt(
             self._began, self._clock.now(), summary.status, summary.reason, start.version, observer.version, wall_s
         )
-        summary = results.write(observer, summary, spans, command_attempt)
+        summary = results.write(observer, summary, command_attempt)
         refused = isinstance(ending.cause, ConfigError)
         again = _FROM_PYTHON if _passed_rewards(self._config) else "the same command"
         self._console.close(() if refused else _farewell(self._run, observer, summary, self._sinks or Sinks(), again))

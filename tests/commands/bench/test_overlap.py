@@ -16,8 +16,8 @@ from omni_async.commands.bench.result import Overlap, read_overlap, spread
 from omni_async.config import load
 from omni_async.performance.law import async_step
 from omni_async.performance.profile import Payload, Profile, ServiceTime, load_profile, write_profile
+from omni_async.records.read.trace_file import read_trace
 from omni_async.records.write.summary import read_summary
-from omni_async.records.write.timeline import read_trace
 from omni_async.simulation.result import times_of
 from tests.commands.bench import overlap_world as world
 from tests.runtime.runtime_world import write_world
@@ -226,7 +226,7 @@ def whole_run(folder: Path) -> dict[str, float]:
 
     Emulated devices make up for an event loop that woke up late, so a few updates may take less than the law, a whole
     run never."""
-    spans = read_trace(folder / "trace.json")
+    spans = [*read_trace(folder / "trace.json")]
     finished = [json.loads(line).get("finished", 0.0) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return attribute(spans, min(span.start for span in spans if span.kind == "generate"), max(finished), 2)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from omni_async.commands.report.numbers import estimate, number, seconds
 from omni_async.commands.report.waiting import STATES, shares
 from omni_async.config import ConfigError
 from omni_async.records.read.record import read_run
+from omni_async.records.write.activity import Activity, busy_fractions
 from omni_async.records.write.rundir import append_jsonl
 from omni_async.records.write.summary import write_summary
-from omni_async.records.write.timeline import busy_fractions
 from omni_async.simulation import what_if
 from omni_async.types import Span
 from tests.commands.report.report_world import block, facts, metrics, page, section, texts, written
@@ -93,10 +94,10 @@ def test_staleness_is_shown_with_the_reserve_and_its_price(tmp_path, reserve_s, 
 
 
 def test_shares_over_all_of_the_time_are_those_of_the_summary_s_function(emulated):
-    spans = read_run(emulated).spans()
+    spans = [*read_run(emulated).spans()]
     start, end = min(span.start for span in spans), max(span.end for span in spans)
     found = shares(spans, start, end)
-    for role, expected in busy_fractions(spans, start, end).items():
+    for role, expected in busy_fractions(Activity((start, math.inf), spans), end).items():
         mean = dict(zip(STATES, found[role].mean(axis=0), strict=True))
         assert {state: mean[state] for state in STATES[:3]} == pytest.approx(expected, abs=1e-6), role
         assert found[role].sum(axis=1) == pytest.approx(1.0), role

@@ -9,7 +9,7 @@ import pytest
 from omni_async.commands.report import lanes as report_lanes
 from omni_async.commands.report.data import page_of
 from omni_async.commands.report.file import one_file
-from omni_async.commands.report.lanes import embedded, lanes
+from omni_async.commands.report.lanes import Timeline, embedded, lanes
 from omni_async.records.read.record import read_run
 from omni_async.records.write.files import read_records
 from omni_async.types import Span
@@ -22,10 +22,10 @@ __all__ = ["browser", "open_page"]
 def test_the_newest_spans_are_embedded_and_the_page_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = MadeRun(groups=100).write(tmp_path)
     spans = read_records(run.spans, Span)
-    whole = embedded(spans, ())
+    whole = embedded(Timeline(read_run(tmp_path).spans()), ())
     assert len(whole["boxes"]["start"]) == len(spans) and whole["note"].startswith(f"All {len(spans)} spans")
     monkeypatch.setattr(report_lanes, "MOST_SPANS", 50)
-    part = embedded(spans, ())
+    part = embedded(Timeline(read_run(tmp_path).spans()), ())
     assert {len(column) for column in part["boxes"].values()} == {50}
     newest = sorted(span.end for span in spans)[-50:]
     origin = min(span.start for span in spans)
@@ -36,7 +36,7 @@ def test_the_newest_spans_are_embedded_and_the_page_says_which(tmp_path: Path, m
 def test_groups_of_the_spans_have_their_ledger_lines_and_prompts(tmp_path: Path) -> None:
     MadeRun(groups=20).write(tmp_path)
     run = read_run(tmp_path)
-    data = lanes(run, run.spans()).data
+    data = lanes(run, Timeline(run.spans())).data
     assert [*map(int, data["groups"])] == list(range(20))
     assert data["groups"]["7"]["prompt"] == "prompt 7" and data["groups"]["7"]["entry"]["trained_version"] == 1
     assert data["lanes"] == ["rollout-0", "rollout-1", "reward-0", "trainer", "publisher"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from omni_async.commands.report.shown import Shown
 from omni_async.commands.watch import live, report_sections
 from omni_async.commands.watch.now import now_section, require_answer
 from omni_async.records.read.follow import Follower
+from omni_async.records.write.activity import Activity
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import Counters, summarise, write_summary
 from omni_async.runtime.driver.control_socket import Request, Tell
@@ -137,7 +139,7 @@ async def test_a_run_that_is_over_has_the_groups_of_its_summary(tmp_path: Path) 
     counters = Counters(admitted=50, trained=40, rejected=0, dropped=10, live=0)
     summary = summarise(
         run="made", status="interrupted", started=0, finished=1, images=1, rewards=[1.0], staleness=[],
-        counters=counters, spans=[], devices=1, reason="on request",
+        counters=counters, activity=Activity((0.0, math.inf)), devices=1, reason="on request",
     )  # fmt: skip
     async with watched(tmp_path) as page:
         write_summary(tmp_path / "summary.json", summary)

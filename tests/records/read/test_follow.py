@@ -19,11 +19,10 @@ from omni_async.records.read.follow import Follower
 from omni_async.records.read.line_files import GrowingFile
 from omni_async.records.read.record import read_run
 from omni_async.records.read.seen import seen_of
-from omni_async.records.read.trace_file import NotATrace, trace_spans
+from omni_async.records.read.trace_file import NotATrace, read_trace, trace_spans
 from omni_async.records.write.attempts import Attempt, Fault
 from omni_async.records.write.files import read_lines, read_records
 from omni_async.records.write.rundir import append_jsonl
-from omni_async.records.write.timeline import read_trace
 from omni_async.types import Span
 from tests.support.made_run import ORIGIN, MadeRun
 
@@ -116,7 +115,7 @@ def test_the_timeline_takes_the_place_of_the_spans_when_the_run_is_over(tmp_path
     run.spans.unlink()
     (tmp_path / "other" / "trace.json").replace(run.trace)
     polled(follower)
-    assert len(follower.spans) == len(read_trace(run.trace))
+    assert len(follower.spans) == len([*read_trace(run.trace)])
     over = [span for span, _ in follower.spans_of(7, 7)]
     assert [(one.actor, one.kind, one.args) for one in over] == [(one.actor, one.kind, one.args) for one in live]
     assert [one.start for one in over] == pytest.approx([one.start for one in live], abs=2e-6)
@@ -129,7 +128,7 @@ def test_a_timeline_read_in_blocks_has_the_spans_of_one_read_whole(
     monkeypatch.setattr("omni_async.records.read.trace_file._BLOCK", 333)
     run = MadeRun(groups=30).write(tmp_path, over=True)
     found = [one for placed in trace_spans(run.trace) for one in placed]
-    whole = read_trace(run.trace)
+    whole = [*read_trace(run.trace)]
     assert [(o.span.actor, o.span.kind, o.span.start) for o in found] == [(s.actor, s.kind, s.start) for s in whole]
     text = run.trace.read_bytes()
     for one in found:

@@ -78,7 +78,7 @@ def test_whatever_is_in_the_place_of_a_file_is_left_out_with_its_reason(folder, 
         (folder / name).unlink(missing_ok=True)
         KINDS[kind](folder / name)
     run = read_run(folder)
-    run.spans()
+    [*run.spans()]
     assert {*NAMES} <= {*run.left_out} and run.updates == run.ledger == []
     assert all(f"{name}: " in page(folder) for name in NAMES)
     followed = polled(folder)
@@ -183,7 +183,7 @@ def test_nothing_is_read_behind_a_line_that_no_run_writes(folder, name):
     path.write_bytes(before)
     os.truncate(path, len(before) + 2**30)
     run, followed = read_run(folder), polled(folder)
-    assert len(run.spans()) >= 0 and f"has more than {files.LONGEST_LINE} bytes" in run.left_out[name]
+    assert len([*run.spans()]) >= 0 and f"has more than {files.LONGEST_LINE} bytes" in run.left_out[name]
     if name in ("metrics.jsonl", "ledger.jsonl"):
         assert run.updates and len(run.ledger) == len(followed.ended) == 12
         assert "nothing is read from there on" in followed.left_out[name]
@@ -285,7 +285,7 @@ def test_ages_workers_tracks_columns_and_names_are_bounded(folder, monkeypatch):
     assert [one.name for one in chart.series] == [*(f"staleness {n}" for n in range(3)), "staleness 3 and more"]
     assert sum(one.y[0] for one in chart.series) == pytest.approx(1)
 
-    monkeypatch.setattr(record, "_MOST_SLOTS", 3)
+    monkeypatch.setattr("omni_async.records.read.run_spans._MOST_SLOTS", 3)
     spans = [Span(f"rollout-{n % 9}", "generate", 1000.0 + n, 1001.0 + n, {}) for n in range(18)]
     (folder / "spans.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(spans))
     run = read_run(folder)

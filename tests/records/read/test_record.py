@@ -11,7 +11,7 @@ import pytest
 
 from omni_async.config import ConfigError
 from omni_async.records.read.follow import Follower
-from omni_async.records.read.record import read_run
+from omni_async.records.read.record import Run, read_run
 from omni_async.records.read.rounds import read_rounds
 from omni_async.records.write.rundir import RunDirectory, append_jsonl
 from omni_async.records.write.summary import write_summary
@@ -30,6 +30,10 @@ def entry(group: int) -> LedgerEntry:
 
 
 SPANS = [Span("rollout-0", "generate", 1000.0, 1001.0, {"sample": "g0.s0"}), Span("trainer", "train", 1001, 1002)]
+
+
+def decoded(run: Run) -> list[Span]:
+    return [Span(one.actor, one.kind, one.start, one.end, json.loads(bytes(one.args))) for one in run.spans()]
 
 
 @pytest.fixture
@@ -53,7 +57,7 @@ def test_a_killed_run_has_its_updates_rounds_endings_and_spans(folder):
     assert [one["update"] for one in run.updates] == [1, 2]
     assert run.rounds == [{"update": 0, "validation/reward": 0.25}]
     assert run.ledger == [entry(group) for group in range(3)]
-    assert run.spans() == SPANS[:1]
+    assert decoded(run) == SPANS[:1]
     assert run.setting("rollout.sde.kind") == "cps"
     assert run.setting("rollout.sde.nothing", 7) == run.setting("staleness.max_updates.deeper", 7) == 7
     assert not any((run.faults, run.attempts, run.checkpoints, run.grids, run.profile, run.left_out))
@@ -135,14 +139,14 @@ def test_what_another_version_wrote_is_left_out_and_said(folder):
     (folder / "trace.json").write_text('{"events": []}')
     (folder / "spans.jsonl").unlink()
     run = read_run(folder)
-    assert (run.summary, run.config, run.status, run.spans()) == (None, {}, "killed", [])
+    assert (run.summary, run.config, run.status, decoded(run)) == (None, {}, "killed", [])
     assert {*run.left_out} == {"summary.json", "config.yaml", "trace.json"}
 
 
 def test_the_spans_of_a_run_that_ended_are_its_timeline_s(folder):
     write_trace(folder / "trace.json", SPANS)
     (folder / "spans.jsonl").unlink()
-    assert read_run(folder).spans() == SPANS
+    assert decoded(read_run(folder)) == SPANS
 
 
 def test_samples_are_read_by_kind_and_version_and_their_files_lie_in_the_folder(folder):

@@ -55,7 +55,7 @@ def test_report_and_status(
     assert run.updates[2]["reward"] == pytest.approx(-0.866625, abs=1e-12)
     assert run.updates[2]["staleness/max"] == 2.0
     assert len(run.ledger) == 2 * updates + (4 if name == LORA else 0)
-    assert run.summary is not None and run.spans() and run.grids and run.checkpoints
+    assert run.summary is not None and [*run.spans()] and run.grids and run.checkpoints
     assert main(["report", str(runs / name), "--out", "report.html"]) == 0
     page = Path("report.html").read_text()
     assert name in page and "jpeg_kb" in page

@@ -113,3 +113,17 @@ def test_a_window_over_many_chunks_has_the_spans_of_one_over_all_of_them(monkeyp
         busy = [store.window(start, end, 0, 3, 20, -1).busy for store in (whole, chunked)]
         np.testing.assert_array_equal(*boxes)
         np.testing.assert_array_equal(*busy)
+
+
+def test_the_newest_spans_are_kept_even_if_the_end_of_the_file_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omni_async.records.read.rows._CHUNK", 10)
+    monkeypatch.setattr("omni_async.records.read.spans._MOST_SPANS", 50)
+    spans = [SpanLine("rollout-0", "generate", float(n), n + 0.5) for n in range(200)]
+    store = SpanStore()
+    for part in (spans[170:], spans[:170]):
+        store.begin_region()
+        store.add(Placed(span, 0, 1) for span in part)
+    boxes = store.window(0.0, 300.0, 0, 1, 10, 1000).boxes
+    assert boxes is not None and {*boxes["start"]} >= {float(n) for n in range(170, 200)}
+    assert len(store) == len(boxes) <= 60 and len(store) + store.forgotten == 200
+    assert (store.start, store.end) == (0.0, 199.5)

@@ -1,4 +1,4 @@
-"""Tests the folder of a run, and the log of its spans: all on disk, the recent ones in memory."""
+"""Tests the folder of a run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import yaml
 from omni_async.aio.clock import ManualClock
 from omni_async.config import schema, trainer
 from omni_async.records.write.attempts import Attempt
-from omni_async.records.write.rundir import RunDirectory, RunDirectoryError, SpanLog, append_jsonl
-from omni_async.types import Span
+from omni_async.records.write.rundir import RunDirectory, RunDirectoryError, append_jsonl
 from tests.support.configs import build
 from tests.support.job_world import ENVIRONMENT
 from tests.support.patience import PATIENCE
@@ -78,43 +77,3 @@ def test_an_impossible_folder_is_one_clear_error(tmp_path: Path) -> None:
         RunDirectory.create(config("/proc/runs"), ManualClock(0))
     with pytest.raises(RunDirectoryError, match=r"cannot append to .*gone"):
         append_jsonl(tmp_path / "gone" / "x.jsonl", {})
-    with pytest.raises(RunDirectoryError, match=r"cannot append to .*gone/spans\.jsonl: No such file or directory"):
-        SpanLog(tmp_path / "gone" / "spans.jsonl", keep_s=10.0).add(spans(0, 1))
-
-
-# ---- spans -----------------------------------------------------------------------------------------------------------
-
-
-def spans(start: int, count: int) -> list[Span]:
-    return [Span("rollout-0", "generate", float(i), i + 0.5, {"group": i}) for i in range(start, start + count)]
-
-
-def test_all_spans_are_kept_on_disk_and_the_recent_ones_in_memory(tmp_path: Path) -> None:
-    path = tmp_path / "spans.jsonl"
-    SpanLog(path, keep_s=10.0).add(spans(0, 3))  # another process's, which begins anew
-    log = SpanLog(path, keep_s=10.0)
-    assert log.all() == []
-    for start in range(0, 1000, 10):
-        log.add(spans(start, 10))
-    assert log.all() == spans(0, 1000)
-    assert log.recent(995.0) == [Span(span.actor, span.kind, span.start, span.end) for span in spans(995, 5)]
-    assert len(log._recent) <= 20
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(lines[0] + lines[1][:-9] + b"\n" + lines[2])
-    assert log.all() == [*spans(0, 1), *spans(2, 1)], "a line that was cut off costs no other"
-    log.remove_file()
-    assert log.all() == [] and not path.exists()
-
-
-def test_held_spans_stay_in_memory_until_the_file_is_opened(tmp_path: Path) -> None:
-    path = tmp_path / "spans.jsonl"
-    SpanLog(path, keep_s=10.0).add(spans(0, 3))
-    before = path.read_bytes()
-    log = SpanLog(path, keep_s=10.0, held=True)
-    log.add(spans(5, 2))
-    log.remove_file()
-    assert path.read_bytes() == before
-    assert log.all() == spans(5, 2) and len(log.recent(0.0)) == 2
-    log.begin_file()
-    log.add(spans(7, 1))
-    assert log.all() == spans(5, 3) and path.read_bytes().count(b"\n") == 3

@@ -1,4 +1,4 @@
-"""Tests sets of time, the trace that Perfetto reads, and the shares of time that roles were busy."""
+"""Tests sets of time, and the trace that Perfetto reads."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omni_async.records.read.trace_file import read_trace
 from omni_async.records.write import timeline
 from omni_async.types import Span
 
@@ -41,7 +42,7 @@ def test_a_trace_holds_every_span_those_of_an_actor_on_lanes_without_overlap(tmp
     spans += [Span("rollout-0", "swap", 110.0, 110.5), Span("trainer-0", "train", 101.0, 103.0)]
     path = tmp_path / "trace.json"
     timeline.write_trace(path, spans)
-    read = sorted(timeline.read_trace(path), key=start_of)
+    read = sorted(read_trace(path), key=start_of)
     for found, written in zip(read, sorted(spans, key=start_of), strict=True):
         assert (found.actor, found.kind, found.args) == (written.actor, written.kind, written.args)
         assert (found.start, found.end) == pytest.approx((written.start, written.end), abs=2e-6)
@@ -62,36 +63,16 @@ def test_a_trace_holds_every_span_those_of_an_actor_on_lanes_without_overlap(tmp
 @given(st.lists(st.tuples(st.floats(0, 1e-4), st.floats(0, 1e-4)), max_size=20))
 def test_lanes_hold_after_rounding_to_microseconds(times: list[tuple[float, float]]) -> None:
     spans = [Span("a", "k", 1e9 + start, 1e9 + start + duration) for start, duration in times]
-    complete = [e for e in timeline.trace_events(spans)["traceEvents"] if e["ph"] == "X"]
+    complete = [e for e in timeline.trace_events(spans, 1e9, "a") if e["ph"] == "X"]
     for lane in {e["tid"] for e in complete}:
         own = sorted((e["ts"], e["ts"] + e["dur"]) for e in complete if e["tid"] == lane)
         assert all(end <= start for (_, end), (start, _) in pairwise(own))
 
 
 def test_an_empty_trace_and_odd_arguments_are_written(tmp_path: Path) -> None:
-    assert timeline.trace_events([])["traceEvents"] == []
+    timeline.write_trace(tmp_path / "t.json", [])
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"] == []
     timeline.write_trace(tmp_path / "t.json", [Span("a", "k", 1.0, 0.5, {"nan": float("nan"), "object": int})])
     [event] = [e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert event["dur"] == 0 and event["args"] == {"nan": None, "object": "<class 'int'>"}
     assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
-
-
-def test_fractions_are_unions_per_actor_averaged_over_the_role() -> None:
-    first = (("generate", 0, 6), ("generate", 2, 8), ("starved", 7, 10))
-    second = (("generate", -5, 4), ("backpressured", 4, 9))
-    of_actors = {"rollout-0": first, "rollout-1": second, "trainer": (("train", 5, 10), ("starved", 0, 5))}
-    spans = [Span(actor, *each) for actor, times in of_actors.items() for each in times]
-    fractions = timeline.busy_fractions(spans, 0, 10)
-    assert fractions["rollout"] == pytest.approx({"busy": 0.6, "backpressured": 0.25, "starved": 0.1})
-    assert fractions["trainer"] == pytest.approx({"busy": 0.5, "backpressured": 0.0, "starved": 0.5})
-    assert timeline.overlap_fraction(spans, 0, 10) == pytest.approx(0.3)
-    assert timeline.overlap_fraction(spans, 0, 0) == 0.0
-
-
-def test_a_replacement_is_the_same_actor_an_outage_is_no_work_and_two_actors_of_a_role_are_no_overlap() -> None:
-    spans = [Span("reward-0", "score", 0, 4), Span("reward-0.2", "score", 6, 10), Span("reward-1", "outage", 0, 10)]
-    spans.append(Span("publisher", "publish", 0, 10))
-    shares = {"busy": 0.4, "backpressured": 0.0, "starved": 0.0}
-    assert timeline.busy_fractions(spans, 0, 10)["reward"] == pytest.approx(shares)
-    assert timeline.overlap_fraction([*spans, Span("reward-1", "score", 0, 10)], 0, 10) == 0.0
-    assert timeline.overlap_fraction([*spans, Span("trainer", "train", 0, 10)], 0, 10) == pytest.approx(0.8)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ from omni_async.records.read.record import read_run
 from omni_async.records.write.attempts import Fault, read_faults
 from omni_async.records.write.devices import Device
 from omni_async.records.write.rundir import RunDirectory, RunDirectoryError
-from omni_async.records.write.sinks.base import Sink
+from omni_async.records.write.sinks.base import Numbers, Sink
 from omni_async.records.write.sinks.feed import Sinks
 from omni_async.records.write.summary import Summary, read_summary, write_summary
 from omni_async.runtime.driver import sample_files
@@ -50,9 +50,8 @@ from tests.support.patience import PATIENCE
 class TellingSink(RecordingSink):
     """A sink that remembers the numbers and remarks of validation rounds."""
 
-    def metrics(self, numbers: dict[str, float], step: int, seconds: float) -> None:
-        if "not_scored" in numbers:
-            self._calls.append(f"{step} {numbers}")
+    def metrics(self, rows: Sequence[Numbers]) -> None:
+        self._calls += [f"{step} {numbers}" for numbers, step, _ in rows if "not_scored" in numbers]
 
     def remark(self, name: str, text: str, step: int) -> None:
         self._calls.append(f"{step} {name}: {text}")
@@ -86,7 +85,7 @@ class Watched(control_world.Run):
         return [line for line in lines if key in line]
 
     def summary(self, peak_memory: int | None = None) -> Summary:
-        return self.observer.summary("done", None, peak_memory, self.clock.now(), self.observer.spans.all())
+        return self.observer.summary("done", None, peak_memory, self.clock.now())
 
 
 def watch(folder: Path, **kwargs: Any) -> Watched:
@@ -164,7 +163,7 @@ def test_records_of_a_run_add_up(tmp_path):
     json.dumps(found)
 
     watched.observer.ended = None  # as after the loss of the coordinator itself, with no other attempt after it
-    summary = watched.observer.summary("failed", "coordinator is gone", None, 1008.0, [])
+    summary = watched.observer.summary("failed", "coordinator is gone", None, 1008.0)
     assert (summary.updates, summary.images) == (4, updates[-1]["images"])
     assert summary.counters.trained == 8 and msgspec.to_builtins(summary.counters) == updates[-1]["conservation"]
 
@@ -180,7 +179,7 @@ def test_groups_that_are_not_trained_have_reasons_even_without_a_last_event(tmp_
     assert left_out[0] in ({}, {"rejected": "1: zero reward variance"})
     assert left_out[-1] == {"rejected": "1: zero reward variance"}
     watched.observer.ended = None
-    summary = watched.observer.summary("failed", "coordinator is gone", None, 1008.0, [])
+    summary = watched.observer.summary("failed", "coordinator is gone", None, 1008.0)
     assert (summary.counters.rejected, summary.reject_reasons) == (1, {"zero reward variance": 1})
 
 
@@ -274,7 +273,7 @@ def test_a_resumed_summary_does_not_need_the_metrics_file(tmp_path, damage, said
     console = RememberingConsole()
     resumed = Observer(watched.config, watched.run, console, Sinks(), watched.clock)
     resumed.recall(kept)
-    after = resumed.summary("interrupted", None, None, 1008.0, [])
+    after = resumed.summary("interrupted", None, None, 1008.0)
     for field in ("updates", "images", "first_reward", "last_reward", "staleness", "validation", "counters"):
         assert getattr(after, field) == getattr(before, field), field
     assert before.updates == 4 and len(before.validation) == 3
@@ -370,7 +369,7 @@ def test_devices_of_the_throughput(tmp_path, monkeypatch, cpus, sections, device
     clock.advance(10.0)
     spans = [Span("rollout-0", "generate", 1000.0, 1005.0), Span("reward-0", "starved", 1000.0, 1010.0)]
     show(watcher, RunEvent("spans", {"spans": spans}))
-    summary = watcher.summary("failed", "no engine", None, clock.now(), watcher.spans.all())
+    summary = watcher.summary("failed", "no engine", None, clock.now())
     assert summary.busy["rollout"]["busy"] == 0.5 and summary.busy["reward"]["starved"] == 1.0
     assert summary.devices == devices
 
@@ -385,7 +384,7 @@ def test_held_records_are_written_once(tmp_path):
     show(watcher, validated(60), update(61, 5000.0, 5004.0))
     assert [line["update"] for line in run.read_metrics()] == [60, 61]
     assert [fault.reason for fault in read_faults(run.faults)] == ["https://***@h is gone"]
-    summary = watcher.summary("failed", "https://me:hunter2@h failed", None, 1002.0, ())
+    summary = watcher.summary("failed", "https://me:hunter2@h failed", None, 1002.0)
     assert summary.reason == "https://***@h failed"
 
 
@@ -421,7 +420,7 @@ def test_preferences_and_a_vanished_gradient(tmp_path):
     [view] = console.updates
     assert "reward" not in view and view["extra"] == {"accuracy": 0.9, "margin": 1.5, "grad_norm": 2.0}
     assert watcher.progress()["reward"] is None and watcher.progress()["margin"] == 1.5
-    summary = watcher.summary("done", None, None, 1.0, [])
+    summary = watcher.summary("done", None, None, 1.0)
     assert (summary.updates, summary.first_reward, summary.last_reward) == (1, None, None)
     watcher, _, console, _ = observer(tmp_path / "vanished")
     norms = [1.0] * 5 + [0.0] * 6

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from omni_async.records.write.rundir import RunDirectory
 
@@ -60,6 +61,16 @@ class About:
         )
 
 
+class Numbers(NamedTuple):
+    """The numbers of an update or a validation round, under their names in metrics.jsonl.
+
+    `step`: the version they belong to. `seconds`: their time, since the epoch."""
+
+    numbers: dict[str, float]
+    step: int
+    seconds: float
+
+
 class Sink:
     """One run in one tracker.
 
@@ -68,17 +79,13 @@ class Sink:
     tracker cannot represent."""
 
     label = ""
+    gathers_s = 0.0  # how long metrics wait for more; 0: every call of `metrics` has one row
 
     def begin(self, version: int) -> None:
         """Mark the run as running from `version`: data of later updates is void."""
 
-    def metrics(self, numbers: dict[str, float], step: int, seconds: float) -> None:
-        """Record numbers under their names in metrics.jsonl.
-
-        Args:
-            numbers: of an update or a validation round.
-            step: the version they belong to.
-            seconds: their time, since the epoch."""
+    def metrics(self, rows: Sequence[Numbers]) -> None:
+        """Record the numbers of updates and validation rounds, in their order."""
 
     def image(self, image: Image, kind: str, step: int) -> None:
         """Record a grid of samples.

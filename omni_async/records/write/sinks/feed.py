@@ -1,8 +1,9 @@
 """Feeds sinks, each from its own thread, so that training never waits for a database or a server.
 
-If a tracker does not answer, its writes wait: up to 1,000, in order, retried until it answers or the run ends. A write
-that the tracker refuses is left out. Each of these events logs one warning, and a last warning has the number of writes
-that the tracker lacks. Tracking never ends a run, and the run folder has everything.
+Metrics of several updates may go in one call (`Sink.gathers_s`). If a tracker does not answer, its writes wait: up to
+1,000, in order, retried until it answers or the run ends. A write that the tracker refuses is left out. Each of these
+events logs one warning, and a last warning has the number of writes that the tracker lacks. Tracking never ends a run,
+and the run folder has everything.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni_async.config.redact import redact
-from omni_async.records.write.sinks.base import Ended, Sink
+from omni_async.records.write.sinks.base import Ended, Numbers, Sink
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,6 +33,7 @@ _LAST_CHANCE_S = 10.0
 _MAX_REFUSED = 20
 
 Write = Callable[[Sink], None]
+Waiting = Numbers | Write
 
 
 class Sinks:
@@ -57,8 +59,9 @@ class Sinks:
         self._put(lambda sink: sink.begin(version))
 
     def metrics(self, numbers: dict[str, float], step: int) -> None:
-        copy, now = dict(numbers), time.time()  # trackers show the real time, whatever clock the run has
-        self._put(lambda sink: sink.metrics(copy, step, now))
+        row = Numbers(dict(numbers), step, time.time())  # trackers show the real time, whatever clock the run has
+        for feed in self._feeds:
+            feed.put(row)
 
     def image(self, image: Image, kind: str, step: int) -> None:
         self._put(lambda sink: sink.image(image, kind, step))
@@ -93,7 +96,7 @@ class _Feed:
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self.begun = False
-        self._waiting: deque[Write] = deque()
+        self._waiting: deque[Waiting] = deque()
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._deadline = float("inf")  # of the last write, on the monotonic clock
@@ -102,6 +105,7 @@ class _Feed:
         self._why = ""  # the last failure, while the tracker is down or refuses
         self._refused = 0  # in a row
         self._lacking = 0
+        self._alone = 0  # rows of metrics that are not combined
         self._ended = False
         self._thread = threading.Thread(target=self._work, name=sink.label, daemon=True)
         self._thread.start()
@@ -110,7 +114,7 @@ class _Feed:
     def _gets_no_more(self) -> bool:
         return self._refused >= _MAX_REFUSED
 
-    def put(self, write: Write) -> None:
+    def put(self, write: Waiting) -> None:
         with self._changed:
             if self._gets_no_more or len(self._waiting) >= _MAX_WAITING:
                 if not self._lacking:
@@ -138,24 +142,54 @@ class _Feed:
                 self._warn("it has no record of the run's end", why)
 
     def _work(self) -> None:
-        while (write := self._next()) is not None:
-            if not self._send(write):
+        while (found := self._next()) is not None:
+            write, number = found
+            if not self._send(write, number):
                 break  # the end of the run is worth a last try
+            if self._alone and number > 1:
+                continue  # refused together, they are sent one by one
             with self._changed:
-                self._waiting.popleft()
+                self._alone = max(0, self._alone - number)
+                for _ in range(number):
+                    self._waiting.popleft()
                 if self._gets_no_more:
                     self._lacking += len(self._waiting)
                     self._waiting.clear()
-        self._ended = self._send(lambda sink: sink.finish(self._status))
+        self._ended = self._send(lambda sink: sink.finish(self._status), 1)
 
-    def _next(self) -> Write | None:
-        """Wait for a write, which stays first in line until it is sent. None: the run is over and no write waits."""
+    def _next(self) -> tuple[Write, int] | None:
+        """Wait for a write, or for rows of metrics to combine; return the write and how many it combines.
+
+        They stay first in line until they are sent. None: the run is over and no write waits."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closing.is_set())
-            return self._waiting[0] if self._waiting else None
+            if not self._waiting:
+                return None
+            first = self._waiting[0]
+            if not isinstance(first, Numbers):
+                return first, 1
+            if self._alone or not self.sink.gathers_s:
+                return (lambda sink: sink.metrics([first])), 1
+            # Another write ends the wait: the grid of an update follows its numbers.
+            self._changed.wait_for(
+                lambda: self._closing.is_set() or len(self._rows()) < len(self._waiting), self.sink.gathers_s
+            )
+            rows = self._rows()
+            return (lambda sink: sink.metrics(rows)), len(rows)
 
-    def _send(self, write: Write) -> bool:
-        """Send a write, retrying while the tracker does not answer. Return False once the time is up."""
+    def _rows(self) -> list[Numbers]:
+        """Return the metrics that are first in line, without other writes between them."""
+        rows = list[Numbers]()
+        for one in self._waiting:
+            if not isinstance(one, Numbers):
+                break
+            rows.append(one)
+        return rows
+
+    def _send(self, write: Write, number: int) -> bool:
+        """Send a write that combines `number`, retrying while the tracker does not answer.
+
+        Returns False once the time is up."""
         pause = _FIRST_PAUSE_S
         while True:
             try:
@@ -164,7 +198,10 @@ class _Feed:
                 self._why = _one_line(error)
                 if self.sink.refuses(error):
                     self._answered()
-                    self._leave_out()
+                    if number > 1:
+                        self._alone = number
+                    else:
+                        self._leave_out()
                     return True
                 self._refused = 0
                 if not self._down:

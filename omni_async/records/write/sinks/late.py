@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni_async.records.write.sinks.base import Ended, Sink, SinkUnusableError
+from omni_async.records.write.sinks.base import Ended, Numbers, Sink, SinkUnusableError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,8 +32,12 @@ class LateSink(Sink):
     def begin(self, version: int) -> None:
         self._opened().begin(version)
 
-    def metrics(self, numbers: dict[str, float], step: int, seconds: float) -> None:
-        self._opened().metrics(numbers, step, seconds)
+    @property
+    def gathers_s(self) -> float:  # type: ignore[override]
+        return 0.0 if self._sink is None else self._sink.gathers_s
+
+    def metrics(self, rows: Sequence[Numbers]) -> None:
+        self._opened().metrics(rows)
 
     def image(self, image: Image, kind: str, step: int) -> None:
         self._opened().image(image, kind, step)

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import re
 import socket
+from collections.abc import Sequence
 from threading import BoundedSemaphore, Thread, Timer
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
@@ -20,7 +21,7 @@ from omni_async.config import schema
 from omni_async.records.write.catalogue import find
 from omni_async.records.write.files import keep_from_children
 from omni_async.records.write.metric import Metric
-from omni_async.records.write.sinks.base import About, Ended, Sink, SinkUnusableError
+from omni_async.records.write.sinks.base import About, Ended, Numbers, Sink, SinkUnusableError
 
 _PREFIX = "omni_async_"
 _NEWEST = {"update": "the newest update", "validation_update": "the version of the newest validation round"}
@@ -56,7 +57,11 @@ class PrometheusSink(Sink):
     def live(self) -> str:
         return f"Prometheus metrics at {self._address}"
 
-    def metrics(self, numbers: dict[str, float], step: int, seconds: float) -> None:
+    def metrics(self, rows: Sequence[Numbers]) -> None:
+        for numbers, step, _ in rows:
+            self._set(numbers, step)
+
+    def _set(self, numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():
             metric, labels = find(name)
             gauge = self._gauge(name, _OWN, ()) if metric is None else self._gauge(*described(metric), metric.labels)

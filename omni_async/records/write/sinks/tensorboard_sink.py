@@ -6,6 +6,7 @@ TensorBoard stores neither a run's status nor files; videos and sound stay in `s
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +15,7 @@ from omni_async.config import schema
 from omni_async.records.write.catalogue import chart
 from omni_async.records.write.metric import Group
 from omni_async.records.write.metrics import METRICS
-from omni_async.records.write.sinks.base import About, Ended, Sink, command_of
+from omni_async.records.write.sinks.base import About, Ended, Numbers, Sink, command_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -42,10 +43,11 @@ class TensorboardSink(Sink):
         self._writer.add_text("about", self._about.description, version)
         self._writer.add_custom_scalars(_layout())
 
-    def metrics(self, numbers: dict[str, float], step: int, seconds: float) -> None:
+    def metrics(self, rows: Sequence[Numbers]) -> None:
         if self._writer is not None:
-            for name, value in numbers.items():
-                self._writer.add_scalar(chart(name), value, step, walltime=seconds)
+            for numbers, step, seconds in rows:
+                for name, value in numbers.items():
+                    self._writer.add_scalar(chart(name), value, step, walltime=seconds)
 
     def image(self, image: Image, kind: str, step: int) -> None:
         if self._writer is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from omni_async.config import schema
 from omni_async.config.redact import redact_text
 from omni_async.records.write.catalogue import chart
 from omni_async.records.write.metric import Group
-from omni_async.records.write.sinks.base import About, Ended, Sink, SinkUnusableError, command_of
+from omni_async.records.write.sinks.base import About, Ended, Numbers, Sink, SinkUnusableError, command_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -86,8 +87,9 @@ class WandbSink(Sink):
         """Start or continue the run. Numbers of void updates cannot be retracted: both are shown."""
         self._run = self._run or self._open()
 
-    def metrics(self, numbers: dict[str, float], step: int, seconds: float) -> None:
-        self._log({chart(name): value for name, value in numbers.items()}, step)
+    def metrics(self, rows: Sequence[Numbers]) -> None:
+        for numbers, step, _ in rows:
+            self._log({chart(name): value for name, value in numbers.items()}, step)
 
     def image(self, image: Image, kind: str, step: int) -> None:
         from wandb import Image as Logged

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from omni_async.records.write.sinks import feed
-from omni_async.records.write.sinks.base import Ended, Sink, SinkUnusableError
+from omni_async.records.write.sinks.base import Ended, Numbers, Sink, SinkUnusableError
 from omni_async.records.write.sinks.feed import Sinks
 from omni_async.records.write.sinks.late import LateSink
 from tests.support.patience import PATIENCE, wait_for
@@ -26,18 +27,21 @@ class Stubborn(Sink):
         self.refused: set[int] = set()
         self.begun: list[int] = []
         self.steps: list[int] = []
+        self.calls: list[list[int]] = []
         self.ended: list[Ended | None] = []
 
     def begin(self, version: int) -> None:
         self._answer()
         self.begun.append(version)
 
-    def metrics(self, numbers: dict[str, float], step: int, seconds: float) -> None:
+    def metrics(self, rows: Sequence[Numbers]) -> None:
         assert self.release.wait(PATIENCE)
         self._answer()
-        if step in self.refused:
+        steps = [row.step for row in rows]
+        self.calls.append(steps)
+        if self.refused & {*steps}:
             raise ValueError("token=hunter2hunter2 has a wrong value\nTraceback")
-        self.steps.append(step)
+        self.steps += steps
 
     def finish(self, status: Ended | None) -> None:
         self._answer()
@@ -159,6 +163,18 @@ def test_too_far_behind(caplog: pytest.LogCaptureFixture):
     sinks.finish("interrupted")
     assert len(slow.steps) >= 999 and slow.ended == ["interrupted"]
     assert f"it lacks {1500 - len(slow.steps)} writes" in warnings(caplog)[-1]
+
+
+def test_gathered_metrics_go_together_in_order_and_refused_ones_alone(sink: Stubborn):
+    sink.gathers_s = PATIENCE
+    sink.refused = {1}
+    sinks = begun(sink)
+    put(sinks, range(3))
+    sinks.remark("not_scored", "one", 2)  # ends the wait
+    wait_for(lambda: sink.steps == [0, 2], "the metrics before the remark")
+    put(sinks, range(3, 5))
+    sinks.finish("done")  # so does the end
+    assert sink.calls == [[0, 1, 2], [0], [1], [2], [3, 4]] and sink.ended == ["done"]
 
 
 def test_stuck_write(caplog: pytest.LogCaptureFixture):
