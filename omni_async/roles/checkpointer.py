@@ -134,11 +134,9 @@ class Checkpointer:
 
 
 def _with_trajectories(group: ReadyGroup, references: Sequence[Any]) -> ReadyGroup:
-    """Return the group with these references to its trajectories, and without media."""
+    """Return the group with these references to its trajectories."""
     samples = zip(group.samples, references, strict=True)
-    return replace(
-        group, samples=tuple(replace(sample, trajectory=reference, media=None) for sample, reference in samples)
-    )
+    return replace(group, samples=tuple(replace(sample, trajectory=reference) for sample, reference in samples))
 
 
 async def _fail(error: OSError) -> None:

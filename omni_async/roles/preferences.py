@@ -118,7 +118,8 @@ class PreferenceReader:
             step_versions=VersionSpans(),
             started=started,
             finished=finished,
-            nbytes=nbytes(tensors) + nbytes(made),
+            nbytes=nbytes(tensors),
+            media_bytes=nbytes(made),
         )
         await self.coordinator.samples_done(self.name, [result])
 

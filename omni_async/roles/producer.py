@@ -59,9 +59,10 @@ class _Finished(NamedTuple):
             step_versions=self._trained(),
             started=self.started,
             finished=self.finished,
-            nbytes=nbytes(self.tensors) + nbytes(self.media),
+            nbytes=nbytes(self.tensors),
             encoded=self.encoded,
             shared_steps=self.shared_steps,
+            media_bytes=nbytes(self.media),
         )
 
     def _trained(self) -> VersionSpans:

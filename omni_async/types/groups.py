@@ -15,9 +15,10 @@ Terminal = Literal["trained", "rejected", "dropped"]
 
 
 class ReadySample(msgspec.Struct, frozen=True, gc=False):
+    """A scored sample; `nbytes` counts its trajectory. Nothing that trains it reads its media."""
+
     sample_id: str
     trajectory: Any
-    media: Any
     score: Score
     step_versions: VersionSpans
     nbytes: int = 0

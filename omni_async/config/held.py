@@ -1,0 +1,47 @@
+"""Defines which samples keep their media after the score, and how many samples hold media at once.
+
+Scorers read the media of every sample. After the score only the driver reads media, of the few samples that it shows.
+"""
+
+from __future__ import annotations
+
+from omni_async.config.schema import Config
+
+
+def is_shown(config: Config, version: int) -> bool:
+    """Return whether the run shows samples of the update that makes `version`; emulated media are noise."""
+    shown = version % config.tracking.images_every == 0 or version in (1, config.trainer.updates)
+    return config.emulation is None and shown
+
+
+def spread(total: int, count: int) -> range:
+    """Return at most `count` of the positions below `total`, evenly apart."""
+    return range(0, total, max(1, total // count))[:count]
+
+
+def shown_of_group(config: Config, group: int, version: int) -> list[int]:
+    """Return the samples of a training group that may be shown, by their numbers in it.
+
+    The update that will train the group is one of the S + 1 after its admission. Its place there is not known yet
+    either, so its number determines the place: exactly, unless groups are rejected.
+
+    Args:
+        group: its number.
+        version: the policy version of its admission."""
+    per_update, size = config.trainer.groups_per_update, config.rollout.group_size
+    if not any(is_shown(config, version + 1 + later) for later in range(config.staleness.max_updates + 1)):
+        return []
+    first = group % per_update * size
+    return [each - first for each in spread(per_update * size, config.tracking.images) if 0 <= each - first < size]
+
+
+def num_shown(config: Config) -> int:
+    """Return how many samples of an update are shown, at most."""
+    shown = 0 if config.emulation is not None else config.tracking.images
+    return min(shown, config.trainer.groups_per_update * config.rollout.group_size)
+
+
+def num_with_media(config: Config, groups: int) -> int:
+    """Return how many samples of `groups` live groups hold media at once: those without a score, and those to show."""
+    updates = -(-groups // config.trainer.groups_per_update)
+    return min(groups * config.rollout.group_size, config.buffer.trajectories + updates * num_shown(config))
