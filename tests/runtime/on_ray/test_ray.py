@@ -129,6 +129,8 @@ async def test_the_store_gives_back_values_as_they_were(local_ray):
             "conditioning": {"mask": torch.ones(2, dtype=torch.bool), "embeds": torch.randn(2, 3).bfloat16()},
         }
     )
+    with torch.inference_mode():
+        trajectory["generated"] = torch.randn(3)
     store = RayStore()
     back = await store.get(await store.put(trajectory))
     assert back.batch_size == torch.Size([])
@@ -136,6 +138,7 @@ async def test_the_store_gives_back_values_as_they_were(local_ray):
     assert given.keys() == found.keys()
     for key, tensor in given.items():
         assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
+        assert not found[key].is_inference(), "a trainer may differentiate through it"
     assert torch.equal(await store.get(await store.put(torch.ones(3))), torch.ones(3))
     values = [{"a": 1}, "text", Prompt(3, "a cat"), None]
     assert [await store.get(reference) for reference in await store.put_all(values)] == values
