@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from omni_async.config.draws import TOKEN_ENGINES, draws_problems
 from omni_async.config.engine_args import engine_problems
+from omni_async.config.held import num_with_media
 from omni_async.config.reward import Scorer
 from omni_async.config.schema import Config
 from omni_async.config.section import size_text
@@ -164,10 +165,11 @@ def _staleness(c: Config) -> Iterator[str]:
             f" keep out; leave one of them out, got {buffer.max_bytes}"
         )
     samples, media = c.trainer.groups_per_update * c.rollout.group_size, _media_bytes(c)
-    if media and buffer.bound is not None and buffer.bound <= samples * media:
+    held = num_with_media(c, c.trainer.groups_per_update)
+    if media and buffer.bound is not None and buffer.bound <= held * media:
         yield (
-            f"buffer.max_bytes: an update's {samples} samples are held together, with {size_text(media)} of media"
-            f" each and their trajectories: expected more than {size_text(samples * media)}, got {buffer.max_bytes}"
+            f"buffer.max_bytes: an update's {samples} trajectories are held together, and {held} media of"
+            f" {size_text(media)}: expected more than {size_text(held * media)}, got {buffer.max_bytes}"
         )
     if c.staleness.max_updates + 1 < every:
         yield (

@@ -130,8 +130,8 @@ class Buffer(Section, kw_only=True, frozen=True):
     window: Annotated[int, most(100_000, ge=1)] = 1
     """The trainer takes any ready group among the oldest `window`; 1 is strict admission order."""
     max_bytes: Annotated[int, most(MOST_BYTES, ge=1)] | SizeText | None = None
-    """Most bytes of trajectories and media of live samples, reserved at a group's admission and freed at its end; an
-    update's groups must fit. A number, or a text like `8GiB`; null: bounded only by the counts."""
+    """Most bytes of live samples, reserved at a group's admission: trajectories until its end, media until the score;
+    an update's groups must fit. A number, or a text like `8GiB`; null: bounded only by the counts."""
 
     @property
     def bound(self) -> int | None:

@@ -25,13 +25,14 @@ from typing import Any
 
 from omni_async.aio.clock import Clock
 from omni_async.config import Config
+from omni_async.config.held import is_shown
 from omni_async.config.redact import redact_text
 from omni_async.control.addresses import Addresses
 from omni_async.control.control_state import ControlState
-from omni_async.control.events import RunEvent
+from omni_async.control.events import RunEvent, Shown
 from omni_async.control.group import Group
 from omni_async.control.plane import ControlPlane
-from omni_async.control.reporting import buffer_statistics, endings, totals, update_event
+from omni_async.control.reporting import buffer_statistics, endings, shown_of, totals, update_event
 from omni_async.control.requests import require_trained_steps
 from omni_async.control.scorer_totals import ScorerTotals
 from omni_async.control.versions import WeightMismatch
@@ -203,10 +204,12 @@ class Coordinator:
         if self._plane.ended is not None:
             return False
         trained = self._groups.trained(report)
+        shown: tuple[Shown, ...] = ()
+        if is_shown(self._config, report.version):
+            shown = shown_of((group for group, _ in trained), self._config.tracking.images)
         for group, _ in trained:
             self._samples.end_samples(group)
-        data, shown = update_event(report, [ready for _, ready in trained], self._config)
-        data |= {
+        data = update_event(report, [ready for _, ready in trained], self._config) | {
             **totals(self._groups, self._samples),
             **endings(self.ledger),
             "held": self.versions.held,

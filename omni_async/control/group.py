@@ -21,7 +21,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from enum import IntEnum
 
 from omni_async.config.algorithm import Advantage
@@ -91,8 +91,9 @@ class Group(SampleSet):
         admitted_version: int,
         requests: list[SampleRequest],
         bucket: int = 0,
+        shown: Collection[int] = (),
     ) -> None:
-        super().__init__("train", number, requests, bucket)
+        super().__init__("train", number, requests, bucket, shown)
         self.prompt = prompt
         self.window = window
         self.admitted_version = admitted_version
@@ -109,8 +110,8 @@ class Group(SampleSet):
             one = former[sample.request.sample_id]
             versions = one.step_versions
             first = versions.first if versions else ready.admitted_version
-            where = one.trajectory, one.media
-            result = SampleResult(one.sample_id, "checkpoint", *where, first, versions, 0.0, 0.0, one.nbytes)
+            made = first, versions, 0.0, 0.0, one.nbytes
+            result = SampleResult(one.sample_id, "checkpoint", one.trajectory, None, *made, shared=one.shared)
             yield sample, result, one.score
 
     @property
@@ -175,7 +176,6 @@ class Group(SampleSet):
             made, score = sample.result, sample.score
             if made is None or score is None:
                 raise ValueError(f"group {self.number} is not complete: sample {sample.request.sample_id}")
-            samples.append(
-                ReadySample(made.sample_id, made.trajectory, made.media, score, made.step_versions, made.nbytes)
-            )
+            bytes_ = made.nbytes, made.shared
+            samples.append(ReadySample(made.sample_id, made.trajectory, score, made.step_versions, *bytes_))
         return ReadyGroup(self.number, self.prompt, self.window, self.admitted_version, tuple(samples), self.bucket)

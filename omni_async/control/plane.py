@@ -29,7 +29,7 @@ from omni_async.control.events import EventLog
 from omni_async.control.group import Group
 from omni_async.control.group_table import GroupTable, TooStale
 from omni_async.control.ledger import ConservationError, Ledger
-from omni_async.control.reporting import Record, round_event
+from omni_async.control.reporting import Record, round_event, shown_of
 from omni_async.control.requests import GroupSource, RequestFactory
 from omni_async.control.reward_formula import RewardFormula
 from omni_async.control.sample import Complete, EndRun, Failure, Pause, Sample
@@ -103,8 +103,7 @@ class ControlPlane:
         version = self.versions.held
         if version is None or self.closed:
             return
-        size = self._config.rollout.group_size
-        while self.groups.may_admit and self.samples.bytes.has_room(self.source.next_bucket, size):
+        while self.groups.may_admit and self._has_room(version):
             now = self.clock.now()
             due = now if self.source.resumes else self.admission.due(*self.groups.untaken, now)
             if due > now:
@@ -122,6 +121,10 @@ class ControlPlane:
                     return
                 self.ready.notify()
         self.admission.full()
+
+    def _has_room(self, version: int) -> bool:
+        held = self.samples.bytes
+        return held.bound is None or held.has_room(*self.source.next_size(version))
 
     def held_may_differ(self, before: int | None) -> None:
         """Free the slots of the groups of a version that all engines hold now, and begin its validation round.
@@ -205,7 +208,8 @@ class ControlPlane:
         round_.leave_incomplete(self._formula)
         result = round_.result(self._formula)
         self.record.validated(result)
-        self.log.add("validation", *round_event(round_, result, self._config.tracking.images))
+        shown = shown_of([round_], self._config.tracking.images)
+        self.log.add("validation", round_event(round_, result), shown)
         self.samples.end_samples(round_)
         self._finish_if_complete()
 

@@ -7,28 +7,28 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from omni_async.config import Config
 from omni_async.config.draws import drawn
+from omni_async.config.held import spread
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import Shown
 from omni_async.control.group_table import GroupTable
 from omni_async.control.ledger import Ledger
 from omni_async.control.reasons import count
 from omni_async.control.rounds import Round
+from omni_async.control.sample import SampleSet
 from omni_async.control.sample_table import SampleTable
 from omni_async.control.validation import ValidationRound, mean_parts
 from omni_async.types import ReadyGroup, UpdateReport
 
 
-def update_event(
-    report: UpdateReport, groups: Sequence[ReadyGroup], config: Config
-) -> tuple[dict[str, Any], tuple[Shown, ...]]:
-    """Return an update's event data, and the samples to show, if this update shows samples.
+def update_event(report: UpdateReport, groups: Sequence[ReadyGroup], config: Config) -> dict[str, Any]:
+    """Return an update's event data.
 
     `staleness` has one entry per group: the version trained from, minus the oldest version that took any of its trained
     steps. `buckets` has the mean reward of each bucket that was trained. `answers` has the numbers of tokens and of
@@ -37,9 +37,9 @@ def update_event(
     Args:
         report: the trainer's.
         groups: the groups that the update trained.
-        config: the recipe; it defines how often and how many samples are shown."""
-    samples = [(group.prompt, sample) for group in groups for sample in group.samples]
-    scores = [sample.score for _, sample in samples]
+        config: the recipe."""
+    samples = [sample for group in groups for sample in group.samples]
+    scores = [sample.score for sample in samples]
     rewards: dict[int, list[float]] = defaultdict(list)
     for group in groups:
         rewards[group.bucket] += group.rewards
@@ -54,39 +54,36 @@ def update_event(
         "staleness": [report.version - 1 - group.oldest_version for group in groups],
     }
     if drawn(config) == "tokens":
-        versions = [sample.step_versions for _, sample in samples]
+        versions = [sample.step_versions for sample in samples]
         data["answers"] = [(one.num_steps, len(one.spans)) for one in versions]
-    if report.version % config.tracking.images_every and report.version not in (1, config.trainer.updates):
-        return data, ()
-    # A checkpoint keeps no media of its groups.
-    shown = [Shown(one.media, prompt, one.score) for prompt, one in samples if one.media is not None]
-    return data, _spread(shown, config.tracking.images)
+    return data
 
 
-def round_event(finished: ValidationRound, result: Round, num_shown: int) -> tuple[dict[str, Any], tuple[Shown, ...]]:
-    """Return a round's event data, and some of its scored samples.
+def round_event(finished: ValidationRound, result: Round) -> dict[str, Any]:
+    """Return a round's event data.
 
     Args:
         finished: the round, with its samples.
-        result: its record.
-        num_shown: how many samples are shown at most."""
-    data = {
+        result: its record."""
+    return {
         "version": finished.version,
         "round": msgspec.to_builtins(result),
         "versions": list(finished.versions),
         "standard_error": finished.standard_error(),
     }
-    shown = [
+
+
+def shown_of(sets: Iterable[SampleSet], count: int) -> tuple[Shown, ...]:
+    """Return at most `count` of the scored samples that still have their media, evenly apart.
+
+    Samples of a group from a checkpoint have none."""
+    found = [
         Shown(one.result.media, one.request.prompt, one.score)
-        for one in finished.samples
-        if one.result is not None and one.score is not None
+        for each in sets
+        for one in each.samples
+        if one.score is not None and one.result is not None and one.result.media is not None
     ]
-    return data, _spread(shown, num_shown)
-
-
-def _spread(shown: list[Shown], count: int) -> tuple[Shown, ...]:
-    """Return at most `count` of the samples, evenly apart."""
-    return tuple(shown[:: max(1, len(shown) // count)][:count])
+    return tuple(found[position] for position in spread(len(found), count))
 
 
 def buffer_statistics(groups: GroupTable, samples: SampleTable) -> dict[str, dict[str, Any]]:

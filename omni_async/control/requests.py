@@ -14,6 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from omni_async.config import Config
+from omni_async.config.held import shown_of_group
 from omni_async.control.control_state import ControlState, Unfinished
 from omni_async.control.group import Group
 from omni_async.control.seeds import PromptStream, draw_bucket, initial_noise_seed, sample_seeds, window_of
@@ -140,15 +141,17 @@ def _copies(first: SampleRequest, name: str, seeds: list[int]) -> list[SampleReq
 
 class GroupSource:
     def __init__(self, config: Config, prompts: Sequence[Prompt], factory: RequestFactory, start: ControlState) -> None:
+        self._config = config
         self._prompts = PromptStream(prompts, config.run.seed, config.data.shuffle)
         self._factory = factory
         self._begun = deque(start.to_admit(config.staleness.max_updates, config.trainer.groups_per_update))
         self.next_group = start.next_group  # the first number that was not given out
 
-    @property
-    def next_bucket(self) -> int:
-        """Return the bucket of the group that `next` will return."""
-        return self._factory.bucket(self._begun[0].group if self._begun else self.next_group)
+    def next_size(self, version: int) -> tuple[int, int, int]:
+        """Return the bucket, and the numbers of samples and of shown samples, of the group that `next` will return."""
+        number = self._begun[0].group if self._begun else self.next_group
+        config = self._config
+        return self._factory.bucket(number), config.rollout.group_size, len(shown_of_group(config, number, version))
 
     @property
     def resumes(self) -> bool:
@@ -174,7 +177,8 @@ class GroupSource:
     def _group(self, number: int, version: int) -> Group:
         prompt, window, bucket = self._prompts[number], self._factory.window(number), self._factory.bucket(number)
         requests = self._factory.training(number, prompt, window, bucket)
-        return Group(number, prompt, window, version, requests, bucket)
+        shown = shown_of_group(self._config, number, version)
+        return Group(number, prompt, window, version, requests, bucket, shown)
 
     def take_up(self, groups: list[ReadyGroup]) -> None:
         """Add the trajectories to ready groups of the earlier attempt."""

@@ -22,12 +22,18 @@ them, their group ends.
 | PAUSED    | held            | its own  | no worker: it waits for the end of a pause                               |
 | SCORED    |                 | its own  | its group or round                                                       |
 | FAILED    |                 |          | its round                                                                |
+
+Its own bytes are those of trajectory and media, from its score on without media that will not be shown.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
 from enum import IntEnum
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from omni_async.control.lead import Times
 from omni_async.types import SampleKind, SampleRequest, SampleResult, Score, ScoreJob, Terminal
@@ -75,16 +81,38 @@ class SampleSet:
     """Samples that are useful only together: a group, or a validation round.
 
     `attempts` is the largest number of generations that any sample needed, `num_missing` the number of samples that are
-    neither scored nor failed. `times` are measured for groups."""
+    neither scored nor failed. `times` are measured for groups. `shown` are the positions of samples that keep their
+    media after the score."""
 
-    def __init__(self, kind: SampleKind, number: int, requests: list[SampleRequest], bucket: int = 0) -> None:
+    def __init__(
+        self,
+        kind: SampleKind,
+        number: int,
+        requests: list[SampleRequest],
+        bucket: int = 0,
+        shown: Collection[int] = (),
+    ) -> None:
         self.kind = kind
         self.number = number
         self.bucket = bucket
-        self.samples: tuple[Sample, ...] = tuple(Sample(request, self) for request in requests)
+        self.num_shown = len(shown)
+        self.samples: tuple[Sample, ...] = tuple(
+            Sample(request, self, position in shown) for position, request in enumerate(requests)
+        )
         self.num_missing = len(requests)
         self.attempts = 1
         self.times = Times()
+        self._num_sharers: Counter[str] = Counter()
+
+    def share(self, result: SampleResult, own: int) -> int:
+        """Record that a sample begins (1) or ends (-1) to hold its result.
+
+        Returns the bytes of the shared objects that no other sample of the set holds."""
+        alone = 0
+        for name, size in result.shared:
+            self._num_sharers[name] += own
+            alone += size * (self._num_sharers[name] == (own > 0))
+        return alone
 
 
 class Sample:
@@ -102,15 +130,17 @@ class Sample:
         "result",
         "score",
         "score_failures",
+        "shown",
         "state",
         "suspected",
         "went_down",
         "workers",
     )
 
-    def __init__(self, request: SampleRequest, owner: SampleSet) -> None:
+    def __init__(self, request: SampleRequest, owner: SampleSet, shown: bool) -> None:
         self.request = request
         self.owner = owner
+        self.shown = shown
         self.state = QUEUED
         self.engine = ""
         self.workers: tuple[str, ...] = ()
@@ -118,6 +148,11 @@ class Sample:
         self.score: Score | None = None
         self.failures = self.score_failures = self.suspected = 0
         self.went_down: frozenset[str] = frozenset()
+
+    def release_media(self) -> None:
+        """Forget the media, which no scorer needs any more, unless they may be shown."""
+        if self.result is not None and not self.shown:
+            self.result = replace(self.result, media=None, media_bytes=0)
 
     def job(self, alone: bool = False) -> ScoreJob:
         assert self.result is not None

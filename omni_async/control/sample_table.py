@@ -21,7 +21,7 @@ from itertools import chain, islice
 from msgspec.structs import replace
 
 from omni_async.config import Config
-from omni_async.control.held_bytes import HeldBytes
+from omni_async.control.held_bytes import Change, HeldBytes
 from omni_async.control.lead import Stage
 from omni_async.control.sample import (
     ABANDONED,
@@ -65,9 +65,9 @@ _DONE = frozenset({SCORED, FAILED})
 _HOLDS_SLOT = frozenset({LEASED, ABANDONED, GENERATED, SCORING, PAUSED})
 _HOLDS_EXPECTED_BYTES = frozenset({QUEUED, LEASED, ABANDONED})
 _HOLDS_ITS_BYTES = frozenset({GENERATED, SCORING, PAUSED, SCORED})
+_UNSCORED = frozenset({GENERATED, SCORING, PAUSED})
 
-
-_Effect = tuple[SampleState, int, int, int, int, int, int, int, int]
+_Effect = tuple[SampleState, int, int, int, int, int, int, Change | None]
 
 
 def _effect(before: SampleState, after: SampleState) -> _Effect:
@@ -76,17 +76,10 @@ def _effect(before: SampleState, after: SampleState) -> _Effect:
     def change(*states: SampleState) -> int:
         return (after in states) - (before in states)
 
-    return (
-        after,
-        change(*_HOLDS_SLOT),
-        -change(*_DONE, GONE),
-        change(QUEUED),
-        change(*_AT_ENGINE),
-        change(GENERATED),
-        change(SCORING),
-        change(*_HOLDS_EXPECTED_BYTES),
-        change(*_HOLDS_ITS_BYTES),
-    )
+    held = Change(change(*_HOLDS_EXPECTED_BYTES), change(*_HOLDS_ITS_BYTES), change(*_UNSCORED))
+    slots, missing, at_engines = change(*_HOLDS_SLOT), -change(*_DONE, GONE), change(*_AT_ENGINE)
+    counts = change(QUEUED), at_engines, change(GENERATED), change(SCORING)
+    return after, slots, missing, *counts, held if any(held) else None
 
 
 # By state and event: lists, because they are looked up for every event of every sample.
@@ -107,7 +100,7 @@ class SampleTable:
         self._capacity = config.buffer.trajectories
         self._share = config.validation.share if config.validation else 1.0
         self.samples: dict[str, Sample] = {}
-        self.bytes = HeldBytes(config.buffer.bound, config.trainer.groups_per_update * config.rollout.group_size)
+        self.bytes = HeldBytes(config)
         self.engines: set[str] = set()
         self.lost_workers: set[str] = set()
         self.images = images
@@ -131,7 +124,7 @@ class SampleTable:
         effect = _EFFECTS[before][event]
         if effect is None:
             raise ValueError(f"sample {sample.request.sample_id} is {before.name}: {event.name} cannot happen to it")
-        after, slots, missing, queued, at_engines, generated, scoring, expected, own = effect
+        after, slots, missing, queued, at_engines, generated, scoring, held = effect
         sample.state = after
         kind = owner.kind
         if slots:
@@ -144,8 +137,12 @@ class SampleTable:
                 self._num_leased_to[kind, sample.engine] += at_engines
         if generated or scoring:
             self.at_workers[kind].change(generated, scoring, self._now())
-        if (expected or own) and kind == "train":
-            self.bytes.change(owner.bucket, expected, own, sample.result.nbytes if sample.result else 0)
+        if held is not None and kind == "train":
+            result = sample.result
+            alone = owner.share(result, held.own) if result is not None and result.shared and held.own else 0
+            self.bytes.change(owner.bucket, sample.shown, held, result, alone)
+        if after is SCORED or after is FAILED:
+            sample.release_media()
         if before is GENERATED:
             del self._to_score[kind][sample.request.sample_id]
         elif before is SCORING and after is not SCORING:
@@ -162,7 +159,7 @@ class SampleTable:
         owner.times.admitted = now = self._now()
         self.at_engines[owner.kind].change(len(owner.samples), 0, now)
         if owner.kind == "train":
-            self.bytes.reserve(owner.bucket, len(owner.samples))
+            self.bytes.reserve(owner.bucket, len(owner.samples), owner.num_shown)
         for sample in owner.samples:
             self.samples[sample.request.sample_id] = sample
             self._queue(sample)
@@ -185,7 +182,7 @@ class SampleTable:
             An error text if `buffer.max_bytes` is too small; else None."""
         sample.result, sample.score = result, score
         self._move(sample, RESTORE)
-        return self.bytes.problem(result.sample_id, result.nbytes)
+        return self.bytes.problem(result.sample_id)
 
     def make_again(self, sample: Sample) -> None:
         """Queue a lost sample for generation from the same seed; discard its result and score."""
@@ -267,7 +264,7 @@ class SampleTable:
         self.images += 1
         self.steps += sample.request.calls * sample.request.num_inference_steps
         self.shared_steps += result.shared_steps
-        return self.bytes.problem(result.sample_id, result.nbytes)
+        return self.bytes.problem(result.sample_id)
 
     @property
     def spare_s(self) -> tuple[float, float]:

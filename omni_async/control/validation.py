@@ -14,6 +14,7 @@ import msgspec
 import xxhash
 
 from omni_async.config import Config
+from omni_async.config.held import spread
 from omni_async.control.reasons import count
 from omni_async.control.reward_formula import RewardFormula
 from omni_async.control.rounds import REWARD, Round
@@ -45,10 +46,12 @@ def digest_of(requests: Sequence[SampleRequest], formula: RewardFormula) -> str:
 
 
 class ValidationRound(SampleSet):
-    """The samples of a round. Failed samples are counted with their reasons, and never enter a mean."""
+    """The samples of a round. Failed samples are counted with their reasons, and never enter a mean.
 
-    def __init__(self, version: int, requests: list[SampleRequest]) -> None:
-        super().__init__("validation", version, requests)
+    `num_shown`: how many of them are shown, at most."""
+
+    def __init__(self, version: int, requests: list[SampleRequest], num_shown: int) -> None:
+        super().__init__("validation", version, requests, shown=spread(len(requests), num_shown))
         self.version = version
         self._why: dict[str, str] = {}  # sample -> why it has no score
 
@@ -132,6 +135,7 @@ class Validation:
     ) -> None:
         self._every = config.validation.every if config.validation else None
         self._last = config.trainer.updates
+        self._num_shown = config.tracking.images
         self._begun = begun
         self._requests_of = requests_of
         self.rounds: dict[int, ValidationRound] = {}
@@ -155,7 +159,7 @@ class Validation:
         requests = self._requests_of(held)
         if not requests:
             return None
-        self.rounds[held] = ValidationRound(held, requests)
+        self.rounds[held] = ValidationRound(held, requests, self._num_shown)
         return self.rounds[held]
 
     def _is_due(self, held: int) -> bool:

@@ -23,6 +23,7 @@ from msgspec import UNSET, Meta, UnsetType
 from omni_async.config import Config, ConfigError
 from omni_async.config.decoding import decode_json
 from omni_async.config.draws import drawn
+from omni_async.config.held import num_with_media
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.section import size_text
 from omni_async.config.writing import write_atomic
@@ -321,8 +322,9 @@ def require_times(config: Config, profile: Profile) -> None:
 
 def require_room(config: Config, payload: Payload) -> None:
     """Raise ConfigError if an update's samples, which are held together, are more than `buffer.max_bytes`."""
-    samples = config.trainer.groups_per_update * config.rollout.group_size
-    needed = samples * (payload.trajectory + payload.media)
+    groups = config.trainer.groups_per_update
+    samples = groups * config.rollout.group_size
+    needed = samples * payload.trajectory + num_with_media(config, groups) * payload.media
     if config.buffer.bound is not None and config.buffer.bound < needed:
         raise ConfigError(
             f"buffer.max_bytes: the {samples} samples of an update are held together, by the profile"

@@ -150,6 +150,7 @@ def _vllm_omni(config: Config, engine_name: str, family: PipelineFamily) -> Roll
         attention_backend=rollout.attention_backend,
         compiled=rollout.compile,
         engine_args=rollout.engine_args,
+        trains_here=False,  # a run has its trainer in other processes
     )
 
 

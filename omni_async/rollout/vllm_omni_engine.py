@@ -47,7 +47,8 @@ class VllmOmniEngine:
 
     `dtype` is the engine's weight dtype by name; it may take `start_timeout_s` to start. `batching`: samples join and
     leave the batch at every denoising step, or are generated in whole batches. `attention_backend`, `compiled` and
-    `engine_args` are the keys of `rollout`."""
+    `engine_args` are the keys of `rollout`. `trains_here`: the caller differentiates through the results in this
+    process; otherwise a store copies them."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class VllmOmniEngine:
         attention_backend: str = "auto",
         compiled: Literal["auto", "on", "off"] = "auto",
         engine_args: Mapping[str, Any] | None = None,
+        trains_here: bool = True,
     ) -> None:
         self.name = name
         self._family = family
@@ -82,6 +84,7 @@ class VllmOmniEngine:
         self._attention_backend = attention_backend
         self._compiled = compiled
         self._engine_args = dict(engine_args or {})
+        self._trains_here = trains_here
         self._omni: Any = None
         self._staged: StagedVersion[Staged] = StagedVersion(name)
         self._serial = 0
@@ -182,9 +185,11 @@ class VllmOmniEngine:
                 f"{self.name}: sample {request.sample_id}:"
                 f" {getattr(output, 'error', None) or 'vLLM-Omni returned no result'}"
             )
-        # The worker makes inference-mode tensors, which a trainer could not differentiate through; copies are ordinary
-        # tensors.
-        tensors = {name: value.clone() for name, value in result["tensors"].items()}
+        tensors = result["tensors"]
+        if self._trains_here:
+            # The worker makes inference-mode tensors, which a trainer could not differentiate through; copies are
+            # ordinary tensors.
+            tensors = {name: value.clone() for name, value in tensors.items()}
         versions = VersionSpans(tuple(result["versions"]))
         return Trajectory(
             TensorDict(tensors, batch_size=[]),

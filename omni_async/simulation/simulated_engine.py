@@ -78,7 +78,8 @@ class SimulatedEngine:
         self._draws = world.draws(name)
         self._swapped = swapped
         self._rollout = world.config.rollout
-        self._nbytes = world.bundle * (world.profile.payload.trajectory + world.profile.payload.media)
+        self._nbytes = world.bundle * world.profile.payload.trajectory
+        self._media_bytes = world.bundle * world.profile.payload.media
         self._drains = world.config.weights.swap == "drain"
         self._leased: deque[SampleRequest] = deque()
         self._held = 0  # leased, running ones included
@@ -160,7 +161,7 @@ class SimulatedEngine:
         self._busy.add(batch.start, now)
         if self._world.shared is not None:
             self._world.shared.leave()
-        span = (batch.start, now, self._nbytes)
+        span = (batch.start, now, self._nbytes, 0, 0, self._media_bytes)
         first = batch.version_at(0)
         self._report(
             [SampleResult(r.sample_id, self.name, None, None, first, batch.versions(r), *span) for r in requests]

@@ -281,7 +281,7 @@ def test_tensors_that_are_views_come_back_as_they_were(tmp_path):
         assert (one == other).all() and sorted(one.keys()) == sorted(other.keys())
 
 
-SAMPLE = ReadySample("7/0", None, None, Score(0.5), VersionSpans.same(0, 2))
+SAMPLE = ReadySample("7/0", None, Score(0.5), VersionSpans.same(0, 2))
 READY = ReadyGroup(7, Prompt(0, "x"), None, 0, (SAMPLE,))
 
 

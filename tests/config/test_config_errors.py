@@ -322,7 +322,10 @@ EMULATED = ["run.runtime=inprocess", "rollout.engine=emulated"]
         (["data.prompts=null"], "data.prompts: required, expected a table of prompts (.txt, .jsonl, .csv, "),
         ([EXACT, "buffer.groups=15"], "buffer.groups: staleness.exact waits for all 16 ... so they must fit; got 15"),
         ([EXACT, "buffer.max_bytes=8GiB"], "buffer.max_bytes: staleness.exact waits for a whole number of updates'"),
-        (["buffer.max_bytes=24MiB"], "an update's 32 samples ... 768 KiB of media ... more than 24 MiB, got 24MiB"),
+        (
+            ["buffer.max_bytes=24MiB"],
+            "32 trajectories ... 32 media of 768 KiB: expected more than 24 MiB, got 24MiB",
+        ),
         (["staleness.exact=true", "weights.publish_every=2"], "weights.publish_every: ... nothing older than S update"),
         (["rollout.batching=request"], "weights.swap: 'step' swaps ... use swap: request or drain, or batching: step"),
         (["rollout.batching=request", "schedule=async"], "weights.swap: 'step' (set by schedule: async) swaps between"),

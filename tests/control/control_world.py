@@ -28,7 +28,7 @@ from omni_async.types import (
 from tests.support.configs import build
 from tests.support.patience import PATIENCE
 
-SAMPLE_BYTES = 100
+SAMPLE_BYTES, MEDIA_BYTES = 100, 40  # of a trajectory, and of its media
 Reward = Callable[[ScoreJob], float | str]
 
 
@@ -53,6 +53,8 @@ SETTINGS: dict[str, tuple[str, Any]] = {
     "drop_zero_variance": ("algorithm.advantage.drop_zero_variance", True),
     "aggregate": ("algorithm.advantage.aggregate", "rewards"),
     "exact": ("staleness.exact", False),
+    "images": ("tracking.images", 16),
+    "images_every": ("tracking.images_every", 10),
     "seed": ("run.seed", 0),
 }
 
@@ -67,7 +69,7 @@ def make_config(
 ) -> Config:
     """Makes a configuration with these `SETTINGS`. `steps`: samples are made without noise in as many steps, and their
     final latents are trained on. Without `score_at_once` there may be less room for samples. `buckets` are weights:
-    samples of bucket i have `SAMPLE_BYTES` / (i + 1) bytes. `unscored`: a teacher takes the place of scorers."""
+    trajectories of bucket i have `SAMPLE_BYTES` / (i + 1) bytes. `unscored`: a teacher takes the place of scorers."""
     assert settings.keys() <= SETTINGS.keys(), settings
     noise = {"window": {"size": 2, "range": [0, 5]}} if steps is None else None
     weights = [{"sampling": {"size": size}, "weight": weight} for size, weight in enumerate(buckets)]
@@ -121,6 +123,7 @@ def make_result(request: SampleRequest, engine: str, versions: tuple[int, ...], 
         started=0.0,
         finished=1.0,
         nbytes=bytes_of(request),
+        media_bytes=MEDIA_BYTES,
     )
 
 

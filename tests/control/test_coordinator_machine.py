@@ -31,6 +31,7 @@ from omni_async.config import Config
 from omni_async.control.control_state import ControlState
 from omni_async.types import ReadyGroup, SampleRequest, Score, ScoreJob, ScoreResult, WeightReport
 from tests.control.control_world import (
+    MEDIA_BYTES,
     SAMPLE_BYTES,
     bytes_of,
     digest_of,
@@ -48,7 +49,10 @@ def random_config(dice: random.Random) -> Config:
     max_updates, per_update, group_size = dice.randint(0, 4), dice.randint(1, 4), dice.randint(2, 3)
     exact = dice.random() < 0.25
     # From the least that works, one update's groups, to more than there are slots.
-    bound = per_update * group_size * SAMPLE_BYTES * dice.choice([100, 130, 200, 700]) // 100
+    trajectories, images = dice.choice([1, 2, 3, 8, 64]), dice.choice([1, 2, 16])
+    update = per_update * group_size
+    least = update * SAMPLE_BYTES + min(update, trajectories + images) * MEDIA_BYTES
+    bound = least * dice.choice([100, 130, 200, 700]) // 100
     share = dice.choice([0.1, 0.5, 1.0])
     rounds = {"every": dice.randint(1, 4), "samples_per_prompt": dice.randint(1, 2), "share": share}
     any_of: dict[str, Sequence[Any]] = {
@@ -57,7 +61,9 @@ def random_config(dice: random.Random) -> Config:
         "updates": range(1, 9),
         "window": range(1, 7),
         "publish_every": range(1, 2 if exact else max_updates + 2),
-        "trajectories": [1, 2, 3, 8, 64],
+        "trajectories": [trajectories],
+        "images": [images],
+        "images_every": [1, 3],
         "groups": [max(number, (max_updates + 1) * per_update if exact else 1) for number in (1, 2, 4, 16)],
         "engines": range(1, 4),
         "retries": range(3),
@@ -561,12 +567,17 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def bytes_stay_within_their_bound(self, counted: dict[str, Any]) -> None:
         live = self.live()
         made = [sample for sample in self.generated if sample.startswith("g") and number_of(sample) in live]
-        bound = self.config.buffer.bound
-        held = sum(map(self.size_of, made))
+        bound, places = self.config.buffer.bound, self.config.buffer.trajectories
+        shown = set(filter(self.is_shown, made))
+        unscored = {sample for sample in made if sample in self.unscored} - shown
+        held = sum(map(self.size_of, made)) + MEDIA_BYTES * len(unscored | shown)
         assert held == counted["ready"] <= counted["reserved"], "counted here, and by the coordinator"
         assert bound is None or counted["reserved"] <= bound
-        reserved = self.live_samples() | set(self.at_engines)
-        assert counted["reserved"] == sum(map(self.size_of, reserved)), "no reservation leaks"
+        samples = self.live_samples() | set(self.at_engines)
+        to_show = set(filter(self.is_shown, samples - set(made)))
+        media = len(to_show) + min(len(samples - set(made) - to_show), places - len(unscored))
+        expected = media * MEDIA_BYTES * bool(self.sizes)
+        assert counted["reserved"] == sum(map(self.size_of, samples)) + held - sum(map(self.size_of, made)) + expected
 
     def bucket_of(self, sample: str) -> int:
         return self.bucket(number_of(sample))
@@ -574,7 +585,12 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def size_of(self, sample: str) -> int:
         """Returns the bytes of a training sample: those of its bucket, once one of that is known."""
         samples = self.config.trainer.groups_per_update * self.config.rollout.group_size
-        return self.sizes.get(self.bucket_of(sample), (self.config.buffer.bound or 0) // samples)
+        media = min(samples, self.config.buffer.trajectories + self.config.tracking.images) * MEDIA_BYTES
+        bound = (self.config.buffer.bound or 0) - media * bool(self.sizes)
+        return self.sizes.get(self.bucket_of(sample), max(0, bound) // samples)
+
+    def is_shown(self, sample: str) -> bool:
+        return self.coordinator._samples.samples[sample].shown
 
     def taken_unseen(self) -> list[ReadyGroup]:
         """Returns the groups on their way to the trainer."""

@@ -133,7 +133,7 @@ def test_a_round_under_way_is_begun_again_by_a_run_that_goes_on_and_one_that_is_
 def test_means_are_over_scored_samples_only() -> None:
     config = make_config(validation={"every": 1, "samples_per_prompt": 2})
     requests = RequestFactory(config).validation(4, tuple(make_prompts(2)))
-    round_ = ValidationRound(4, requests)
+    round_ = ValidationRound(4, requests, num_shown=16)
     assert round_.versions == (4, 4) and round_.means() == {} and round_.num_missing == 4
     scores = (Score(1.0, {"ocr": 0.5}), Score(3.0, {"jpeg": 2.0}), None, None)
     for sample, version, score in zip(round_.samples, (4, 5, 5, 5), scores, strict=True):
@@ -151,11 +151,11 @@ def test_means_are_over_scored_samples_only() -> None:
         "jpeg": (None, 2.0, None, None),
     }
     assert round_.versions == (4, 5)
-    assert result.drawn == ValidationRound(8, requests).result(RewardFormula(config.reward)).drawn
+    assert result.drawn == ValidationRound(8, requests, num_shown=16).result(RewardFormula(config.reward)).drawn
     other = replace(config.reward, gated=-1.0)
     assert result.drawn != round_.result(RewardFormula(other)).drawn
     moved = [replace(one, seed=one.seed + 1) for one in requests]
-    assert result.drawn != ValidationRound(4, moved).result(RewardFormula(config.reward)).drawn
+    assert result.drawn != ValidationRound(4, moved, num_shown=16).result(RewardFormula(config.reward)).drawn
     round_.samples[2].score = round_.samples[3].score = Score(8.0)
     assert round_.standard_error() == pytest.approx(
         3.0

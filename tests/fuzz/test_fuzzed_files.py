@@ -199,7 +199,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
         folder = run / "checkpoints" / folder_name(version)
         (folder / "tensors").mkdir(parents=True)
         save_file({"model.x": np.zeros(4, np.float32)}, folder / "tensors" / "shard.safetensors")
-        samples = tuple(ReadySample(f"7/{n}", None, None, Score(0.5), VersionSpans.same(version, 2)) for n in range(2))
+        samples = tuple(ReadySample(f"7/{n}", None, Score(0.5), VersionSpans.same(version, 2)) for n in range(2))
         write_group(folder, 7, [np.zeros(3, np.uint8)] * 2)
         ready = (ReadyGroup(7, Prompt(0, "x"), None, version, samples),)
         control = ControlState(version, 9, 36, None, ledger, (Unfinished(5), Unfinished(6)), ready)

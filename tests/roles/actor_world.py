@@ -132,7 +132,7 @@ def make_group(
     scores = [Score(reward, values=values[i] if values else ()) for i, reward in enumerate(rewards)]
     spans = VersionSpans.of((0, 0) if versions is None else versions)
     samples = tuple(
-        ReadySample(f"g{number}.s{i}", trajectory, None, score, spans)
+        ReadySample(f"g{number}.s{i}", trajectory, score, spans)
         for i, (trajectory, score) in enumerate(zip(trajectories, scores, strict=True))
     )
     index = number if prompt is None else prompt

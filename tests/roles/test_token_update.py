@@ -43,7 +43,7 @@ def ready(config: Config) -> list[ReadyGroup]:
         drawn = token_group(POLICY, config, number, images=number, components=drawing)
         assert drawn.prompts is not None
         samples = tuple(
-            ReadySample(f"g{number}.s{i}", one, None, Score(reward), VersionSpans.same(3, len(one["tokens"])))
+            ReadySample(f"g{number}.s{i}", one, Score(reward), VersionSpans.same(3, len(one["tokens"])))
             for i, (one, reward) in enumerate(zip(drawn.trajectories, rewards, strict=True))
         )
         groups.append(ReadyGroup(number, drawn.prompts[0], None, 3, samples))

@@ -41,6 +41,8 @@ def test_engines_batch_and_offload_as_configured(engine, on, checkpoint):
     rollout = {"batching": "step" if on else "request", "offload": on}
     built: Any = build_engine(config(engine, checkpoint, **rollout), "e0", find_family("qwen_image"))
     assert (built._stepwise, built._offload) == (on, on)
+    if engine == "vllm_omni":
+        assert not built._trains_here, "a run's store copies its results"
 
 
 def test_token_families_that_vllm_loads_run_on_it():

@@ -262,7 +262,7 @@ class MemoryCheckpointer(Checkpointer):
 
 def _with_trajectories(group: ReadyGroup, trajectories: Sequence[Any]) -> ReadyGroup:
     pairs = zip(group.samples, trajectories, strict=True)
-    return replace(group, samples=tuple(replace(sample, trajectory=one, media=None) for sample, one in pairs))
+    return replace(group, samples=tuple(replace(sample, trajectory=one) for sample, one in pairs))
 
 
 class SimulatedTrainer(Trainer):

@@ -14,6 +14,7 @@ from omni_async.commands.memory.published import find_model
 from omni_async.commands.memory.scorers import estimate_scorers
 from omni_async.commands.memory.trainer import MeasuredTrainer, checkpoint_bytes, estimate_trainer, rows_of
 from omni_async.config import Config, ConfigError
+from omni_async.config.held import SHARED_BYTES, num_conditionings, num_with_media
 from omni_async.config.redact import one_line
 from omni_async.diffusion.policy import BuildsEmpty, Foreseeable, Policy, load_policy
 from omni_async.plugins.families import PipelineFamily
@@ -71,22 +72,33 @@ def _shared(config: Config, policy: Policy, measured: MeasuredTrainer) -> list[S
     size = getattr(torch, config.model.dtype).itemsize
     base = (measured.frozen or measured.trained) * size
     version = measured.trained * 4 if config.weights.payload == "lora" else base
-    slots = config.slots
-    samples = min(
-        config.buffer.trajectories + config.buffer.groups * config.rollout.group_size, slots * config.rollout.group_size
-    )
-    held = Shared("samples and media in the object store, at most", samples * _sample(config, policy))
-    if config.buffer.bound is not None:
-        held = Shared(held.purpose, min(held.nbytes, config.buffer.bound))
-    shared = [Shared(f"versions in the object store, {_VERSIONS} at once", _VERSIONS * version), held]
+    held = held_bytes(config, policy)
+    shared = [
+        Shared(f"versions in the object store, {_VERSIONS} at once", _VERSIONS * version),
+        Shared("samples and media in the object store, at most", held),
+    ]
     if config.weights.transport == "collective":
         shared.append(Shared("versions that engines receive", config.rollout.workers * version))
     shared.append(Shared("page cache of the denoisers' files, on each machine with engines", base))
     return [*shared, Shared("last checkpoint, over all ranks", checkpoint_bytes(config, measured))]
 
 
-def _sample(config: Config, policy: Policy) -> int:
-    """Return the bytes of a sample's tensors and media."""
+def held_bytes(config: Config, policy: Policy) -> int:
+    """Return the bytes of all live samples in the object store, at most.
+
+    Groups are live with a place in the replay buffer or in the trainer's update. Media are held until the score, and
+    an engine's samples of a prompt share its conditioning."""
+    trajectory, conditioning, media = _sample(config, policy)
+    groups = min(config.slots, config.buffer.groups + config.trainer.groups_per_update)
+    if conditioning < SHARED_BYTES:
+        trajectory, conditioning = trajectory + conditioning, 0
+    held = groups * (config.rollout.group_size * trajectory + num_conditionings(config) * conditioning)
+    held += num_with_media(config, groups) * media
+    return held if config.buffer.bound is None else min(held, config.buffer.bound)
+
+
+def _sample(config: Config, policy: Policy) -> tuple[int, int, int]:
+    """Return the bytes of a sample's own tensors, of its conditioning, and of its media."""
     spec, objective = largest_spec(config, policy), find_objective(config.algorithm.name)
     assert isinstance(policy, Foreseeable)
     latents = math.prod(policy.latent_shape(spec)) * 4
@@ -95,5 +107,5 @@ def _sample(config: Config, policy: Policy) -> int:
     fields = trajectory_fields(objective, config)
     text = policy.long_conditioning(spec, TEXT_TOKENS).bytes()
     media = sum(math.prod(part.shape) * (4 if part.part == "audio" else 1) for part in spec.media())
-    tensors = sum(copies.get(field, 0) for field in fields) * latents + text
-    return config.rollout.calls * tensors + media
+    tensors = sum(copies.get(field, 0) for field in fields) * latents
+    return config.rollout.calls * tensors, config.rollout.calls * text, media

@@ -216,7 +216,7 @@ class Observer:
                     self._held_rounds or self.faults or read_ending(self._run.summary)[0] != "done"
                 ):
                     self.take_over()  # no update was left to make, but the run was not done
-        if event.shown and self._config.emulation is None:  # emulated media are noise
+        if event.shown:
             self._samples.draw(event, store)
 
     def _update(self, data: dict[str, Any]) -> None:

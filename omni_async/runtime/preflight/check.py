@@ -23,6 +23,7 @@ from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import BUILT_IN, find_objective
 from omni_async.checkpoint.contents import contents_of
 from omni_async.config import Config, ConfigError
+from omni_async.config.held import num_with_media
 from omni_async.config.hub import how_to_get
 from omni_async.config.load import family_of
 from omni_async.config.ray_cluster import VARIABLE
@@ -361,7 +362,7 @@ def _emulated(config: Config, emulation: Emulation, plan: Plan) -> RunInputs:
 def _check_memory(config: Config, payload: Payload) -> None:
     """Refuse payloads that do not fit into memory: they are real, and must all fit while they are alive at once."""
     samples = config.slots * config.rollout.group_size
-    held = samples * (payload.trajectory + payload.media)
+    held = samples * payload.trajectory + num_with_media(config, config.slots) * payload.media
     if config.buffer.bound is not None:
         held = min(held, config.buffer.bound)
     needed = _WEIGHT_COPIES * payload.weights + held

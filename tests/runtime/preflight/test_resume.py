@@ -231,7 +231,7 @@ def test_emulated_and_trained_runs_do_not_continue_each_other(tmp_path: Path, co
     assert found(recipe(tmp_path, emulation=emulation)).run == emulated
 
 
-READY = ReadyGroup(3, Prompt(0, "x"), None, 1, (ReadySample("g3.s0", None, None, Score(0.5), VersionSpans.of((1,))),))
+READY = ReadyGroup(3, Prompt(0, "x"), None, 1, (ReadySample("g3.s0", None, Score(0.5), VersionSpans.of((1,))),))
 
 
 def test_waiting_groups_are_generated_again_by_another_recipe(tmp_path: Path, config: Config) -> None:
