@@ -25,6 +25,7 @@ from omni_async.types import LedgerEntry, Prompt
     ("command", "said"),
     [
         ("control_plane --shapes 0x1x2", "got '0x1x2'"),
+        ("coordinator_on_ray --batches 17", "batches of at most 16"),
         ("encoder_cache --hidden 40", "--hidden: expected a multiple of 16"),
         ("encoder_cache --group-size 0", "--group-size: expected at least 1"),
         ("gpu_probe --only steps,nothing", "--only: no section is called 'nothing'; there are machine, attention,"),
