@@ -44,6 +44,7 @@ from omni_async.rollout.base import Trajectory
 from omni_async.runtime.on_ray.connection import connect
 from omni_async.runtime.on_ray.shell import Proxy, actor_class
 from omni_async.runtime.on_ray.store import RayStore
+from omni_async.store import ObjectStore
 from omni_async.types import Prompt, SampleRequest, Score, VersionSpans, WeightReport
 from omni_async.worker import COORDINATOR
 
@@ -58,6 +59,7 @@ OUT gets results.json; the table is printed.
 _ENGINES_PER_REWARD_WORKER = 8
 _TICK_S = 0.005  # interval of the timer whose delay is the lag
 _WARM_S = 3.0
+_BUDGET = 2  # staleness.max_updates
 _UPDATES = 1_000_000  # more than any arm makes
 
 
@@ -140,6 +142,10 @@ class Measured:
         self._lags.clear()
         return reading
 
+    def close(self) -> None:
+        if self._ticking is not None:
+            self._ticking.cancel()
+
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
@@ -197,12 +203,12 @@ class LightScorer(Scorer):
 class Workers(Roles):
     """The producers, reward workers, trainer and driver of a run, around a coordinator in another process."""
 
-    def __init__(self, config: Config, coordinator: Any, batch: int, rate: float) -> None:
+    def __init__(self, config: Config, coordinator: Any, store: ObjectStore, batch: int, rate: float) -> None:
         super().__init__(config, coordinator)
         seconds = batch * config.rollout.workers / rate
         random = np.random.default_rng(0)
         self._engines = [LightEngine(name, batch, seconds, random) for name in config.engine_names]
-        self._clock, self._store = WallClock(), RayStore()
+        self._clock, self._store = WallClock(), store
 
     async def play(self) -> None:
         """Work until cancelled."""
@@ -228,7 +234,7 @@ class Workers(Roles):
 
 def config_of(engines: int, batch: int) -> Config:
     """Return the configuration of a run with `engines`, which has about four samples of each update."""
-    config = make_config(Shape(engines, max(4, engines // 4), 16), _UPDATES)
+    config = make_config(Shape(engines, max(4, engines // 4), 16), _UPDATES, _BUDGET)
     workers = max(1, engines // _ENGINES_PER_REWARD_WORKER)
     return replace(config, reward=replace(config.reward, workers=workers, batch=batch))
 
@@ -237,8 +243,8 @@ async def measure(engines: int, batch: int, rate: float, seconds: float, ledger:
     config = config_of(engines, batch)
     actor = actor_class().options(num_cpus=0).remote(partial(Measured, config, ledger))
     coordinator = Proxy(COORDINATOR, actor, roles_of(config)[COORDINATOR].waiting_calls)
-    working = asyncio.ensure_future(Workers(config, coordinator, batch, rate).play())
-    live = 2 * config.trainer.groups_per_update * config.rollout.group_size
+    working = asyncio.ensure_future(Workers(config, coordinator, RayStore(), batch, rate).play())
+    live = (_BUDGET + 1) * config.trainer.groups_per_update * config.rollout.group_size
     try:
         for pause in (_WARM_S + live / rate, seconds):
             await asyncio.wait([working], timeout=pause)
