@@ -138,18 +138,18 @@ class Roles:
 
     async def _engine(self, name: str) -> None:
         capacity = self._config.rollout.max_inflight
-        while requests := await self._coordinator.next_samples(name, capacity, capacity):
+        results: list[SampleResult] = []
+        while requests := await self._coordinator.next_samples(name, capacity, capacity, results):
             version = self._version
             await asyncio.sleep(0)
             versions = VersionSpans.same(version, _STEPS)
             results = [SampleResult(r.sample_id, name, None, None, version, versions, 0.0, 1.0) for r in requests]
-            await self._coordinator.samples_done(name, results)
 
     async def _reward_worker(self, name: str) -> None:
-        while jobs := await self._coordinator.next_to_score(name, self._config.reward.batch):
+        results: list[ScoreResult] = []
+        while jobs := await self._coordinator.next_to_score(name, self._config.reward.batch, results):
             await asyncio.sleep(0)
             results = [ScoreResult(job.sample_id, job.attempt, score=Score(_reward(job))) for job in jobs]
-            await self._coordinator.scored(name, results)
 
     async def _trainer(self) -> None:
         per_update = self._config.trainer.groups_per_update

@@ -66,13 +66,13 @@ async def generate(coordinator: Coordinator, engine: RolloutEngine, store: Objec
 
 async def score(coordinator: Coordinator, scorer: Any, store: ObjectStore) -> None:
     """Score each sample as soon as it is generated. The last score of a group makes the group ready."""
-    while jobs := await coordinator.next_to_score("reward-0", limit=1):
+    results: list[ScoreResult] = []
+    while jobs := await coordinator.next_to_score("reward-0", 1, results):  # hands in the last score first
         media = shown_to(scorer.name, scorer, [await store.get(job.media) for job in jobs])
         scores = await in_daemon_thread(scorer.score, media, [job.prompt for job in jobs])
-        await coordinator.scored(
-            "reward-0",
-            [ScoreResult(job.sample_id, job.attempt, score=found) for job, found in zip(jobs, scores, strict=True)],
-        )
+        results = [
+            ScoreResult(job.sample_id, job.attempt, score=found) for job, found in zip(jobs, scores, strict=True)
+        ]
 
 
 async def train(coordinator: Coordinator, config: Config, rank: Rank, engine: RolloutEngine) -> None:

@@ -4,6 +4,7 @@
 - `FairQueue` is for many waiters that would all take the same items.
 - `first_of` and `unless` are for a caller that waits for one of several events.
 - `Coalescer` is for calls that cost as much for one item as for many.
+- `Outbox` is for items that may travel with another call.
 """
 
 from __future__ import annotations
@@ -196,3 +197,46 @@ class Coalescer(Generic[T, R]):
             for _, future in leaving:
                 if not future.done():
                     future.set_exception(error)
+
+
+# A call that an item's completion triggers leaves within so many turns of the event loop.
+_TURNS = 1
+
+
+class Outbox(Generic[T]):
+    """Items that leave with the caller's next call, made by `carry`, or soon with a call of `deliver`.
+
+    `send` returns once the item has left. It waits a few turns of the event loop for a call that carries it, but never
+    for time to pass, and not while a call is under way. Concurrent deliveries are combined as by `Coalescer`; an error
+    of `deliver` is raised in the senders that wait for it."""
+
+    def __init__(self, deliver: Callable[[list[T]], Awaitable[None]]) -> None:
+        self._deliver = deliver
+        self._items: list[T] = []
+        self._carrying = False
+        self._rest: Coalescer[None, None] = Coalescer(self._deliver_rest)
+
+    async def carry(self, call: Callable[[list[T]], Awaitable[R]]) -> R:
+        """Return the result of `call`, made with all items that have not left."""
+        self._carrying = True
+        try:
+            return await call(self._take())
+        finally:
+            self._carrying = False
+
+    async def send(self, item: T) -> None:
+        self._items.append(item)
+        for _ in range(0 if self._carrying else _TURNS):
+            await asyncio.sleep(0)
+            if not any(one is item for one in self._items):
+                return
+        await self._rest.send(None)
+
+    def _take(self) -> list[T]:
+        items, self._items = self._items, []
+        return items
+
+    async def _deliver_rest(self, senders: list[None]) -> list[None]:
+        if items := self._take():
+            await self._deliver(items)
+        return senders

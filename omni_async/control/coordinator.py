@@ -7,15 +7,15 @@ call here checks its arguments, changes a table, and leaves the consequences to 
 |-----------------|----------|------------------------------------|--------------------------------------------------|
 | `next_samples`  | producer | a queued sample and                | admission (a slot freed), a score,               |
 |                 |          | a trajectory slot                  | a retry, validation                              |
-| `next_to_score` | rewarder | a generated sample                 | `samples_done`, a retried score, its pause's end |
+| `next_to_score` | rewarder | a generated sample                 | a result, a retried score, its pause's end       |
 | `closing`       | rewarder | the end of the run                 | its end, for any reason                          |
 | `next_groups`   | trainer  | the group that may be trained next | the group's last score                           |
 | `addresses`     | anyone   | a service's worker to be ready     | `service_ready`, the end of the run              |
 | `events`        | driver   | anything that happened             | any of the above                                 |
 
-The end of the run unblocks all of them. No call here touches a tensor or runs in another thread. Only `continuation`
-blocks: it synchronises the ledger's file. State changes only between awaits. A worker that leaves gets an empty answer
-at once.
+The end of the run unblocks all of them. A call for work also carries results and activity of its caller. They are taken
+at once: no report waits for the work. No call here touches a tensor or runs in another thread. Only `continuation`
+blocks: it synchronises the ledger's file. State changes only between awaits. A worker that leaves gets an empty answer.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from omni_async.control.requests import require_trained_steps
 from omni_async.control.scorer_totals import ScorerTotals
 from omni_async.control.versions import WeightMismatch
 from omni_async.types import (
+    Activity,
     LedgerEntry,
     Prompt,
     ReadyGroup,
@@ -45,8 +46,6 @@ from omni_async.types import (
     Score,
     ScoreJob,
     ScoreResult,
-    ScorerReport,
-    Span,
     UpdateReport,
     WeightReport,
 )
@@ -89,21 +88,32 @@ class Coordinator:
 
     # ---- producers ---------------------------------------------------------------------------------------------------
 
-    async def next_samples(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
+    async def next_samples(
+        self, engine: str, free: int, capacity: int, done: Sequence[SampleResult] = (), activity: Activity | None = None
+    ) -> list[SampleRequest]:
         """Wait for samples for an engine, and lease them. The list is empty if the run is over or the engine has left.
 
         Args:
             engine: its name; it gets no samples before it holds checked weights.
             free: how many more samples it can take now.
-            capacity: how many it can hold in all."""
+            capacity: how many it can hold in all.
+            done: samples that it has generated, as for `samples_done`; `activity`: since its last message."""
+        if activity is not None:
+            await self.report(engine, activity)
+        if done:
+            await self.samples_done(engine, done)
         while self.versions.of(engine) < 0 and self.versions.knows(engine) and not self._plane.closed:
             await self._plane.weights.wait()  # no engine generates with unchecked weights
         return await self._plane.producers.take(
             lambda: [] if self._plane.closed else self._samples.lease(engine, free, capacity), engine
         )
 
-    async def samples_done(self, engine: str, results: list[SampleResult]) -> None:
+    async def samples_done(
+        self, engine: str, results: Sequence[SampleResult], activity: Activity | None = None
+    ) -> None:
         """Take generated samples. Raises the error of an invalid result; its sample is generated again."""
+        if activity is not None:
+            await self.report(engine, activity)
         frees = self._samples.bytes.bound is not None  # they may be smaller than their reservation
         for result in results:
             sample = self._samples.answered(engine, result.sample_id)
@@ -142,20 +152,26 @@ class Coordinator:
 
     # ---- reward workers ----------------------------------------------------------------------------------------------
 
-    async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
-        """Return up to `limit` generated samples; an empty list if the run is over or this worker has left."""
+    async def next_to_score(
+        self, worker: str, limit: int, done: Sequence[ScoreResult] = (), activity: Activity | None = None
+    ) -> list[ScoreJob]:
+        """Return up to `limit` generated samples; an empty list if the run is over or this worker has left.
+
+        `done`: answers about earlier samples, as for `scored`. `activity`: since its last message."""
+        if activity is not None:
+            await self.report(worker, activity)
+        if done:
+            self._plane.scored(worker, done)
         self._samples.faults.end_outage(worker)
         return await self._plane.rewarders.take(
             lambda: [] if self._plane.closed else self._samples.jobs(worker, limit), worker
         )
 
-    async def scored(self, worker: str, results: list[ScoreResult]) -> None:
+    async def scored(self, worker: str, results: Sequence[ScoreResult], activity: Activity | None = None) -> None:
         """Record scores and failures."""
+        if activity is not None:
+            await self.report(worker, activity)
         self._plane.scored(worker, results)
-
-    async def report_scorers(self, worker: str, reports: list[ScorerReport]) -> None:
-        """Add a worker's scorer counts since its last report."""
-        self._scorers.add(worker, reports)
 
     async def scorer_wrong(self, reason: str) -> bool:
         """Record that a scorer fails its trial before it gets a sample, in the same way every time.
@@ -332,9 +348,12 @@ class Coordinator:
         """Return the events since the last call, at least one."""
         return await self._plane.log.take()
 
-    async def report_spans(self, spans: list[Span]) -> None:
-        """Pass spans of time to the driver."""
-        self._plane.log.add("spans", {"spans": spans})
+    async def report(self, worker: str, activity: Activity) -> None:
+        """Pass a worker's spans of time to the driver, and add the counts of its scorers."""
+        if activity.spans:
+            self._plane.log.add("spans", {"spans": activity.spans})
+        if activity.scorers:
+            self._scorers.add(worker, activity.scorers)
 
     async def phase(self, text: str) -> None:
         """Pass a message for the user to the driver; credentials are masked."""

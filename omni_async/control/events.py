@@ -1,16 +1,21 @@
 """Passes events to the driver; the control plane decides nothing about them.
 
-`EventLog.take` waits for an event; `EventLog.add` unblocks it.
+`EventLog.take` waits for an event; `EventLog.add` unblocks it. Spans wait for another event, up to a second.
 """
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from typing import Any, Literal
 
 from msgspec import Struct
 
 from omni_async.aio.waiting import Event
 from omni_async.types import Prompt, Score
+
+# Every worker reports spans, often; a call of the driver costs as much for the spans of all.
+_SPANS_S = 1.0
 
 EventKind = Literal["phase", "update", "validation", "spans", "lost", "closing", "ended", "concluded"]
 
@@ -37,6 +42,7 @@ class EventLog:
     def __init__(self) -> None:
         self._events: list[RunEvent] = []
         self._event = Event()
+        self._urgent = False  # whether an event is not spans
 
     def add(self, kind: EventKind, data: dict[str, Any], shown: tuple[Shown, ...] = ()) -> None:
         """Queue an event for the driver.
@@ -45,11 +51,18 @@ class EventLog:
             kind, data: as in `RunEvent`.
             shown: samples that the driver shows with it."""
         self._events.append(RunEvent(kind, data, shown))
-        self._event.notify()
+        if kind != "spans":
+            self._urgent = True
+        if self._urgent or len(self._events) == 1:
+            self._event.notify()
 
     async def take(self) -> list[RunEvent]:
         """Return all events since the last call, at least one."""
         while not self._events:
             await self._event.wait()
-        events, self._events = self._events, []
+        if not self._urgent:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_SPANS_S):
+                    await self._event.wait()
+        events, self._events, self._urgent = self._events, [], False
         return events

@@ -42,7 +42,7 @@ class ScorerTotals:
         self._since: dict[tuple[str, str], list[ScorerReport]] = defaultdict(list)  # the last call of `take`
 
     def add(self, worker: str, reports: Sequence[ScorerReport]) -> None:
-        """Count the reports of a worker, one for each of its scorers."""
+        """Count the reports of a worker's scorers, the newest of each last."""
         self._newest[worker] = {one.scorer: one for one in reports}
         for one in reports:
             self._since[worker, one.scorer].append(one)

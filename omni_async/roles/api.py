@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from omni_async.aio.clock import Clock
 from omni_async.control.control_state import ControlState
 from omni_async.types import (
+    Activity,
     ReadyGroup,
     SampleDrift,
     SampleRequest,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 # Shorter waits are scheduling, not starvation, and would only enlarge the trace.
 _SHORTEST_WAIT_S = 0.001
+_TICK_S = 1.0
 
 
 # ---- the coordinator, for each of its callers ------------------------------------------------------------------------
@@ -41,30 +43,45 @@ _SHORTEST_WAIT_S = 0.001
 # `omni_async.control.coordinator` documents the calls, and what each waits for.
 
 
-class SpanSink(Protocol):
+class ActivitySink(Protocol):
     """The coordinator's call for every tracer."""
 
-    async def report_spans(self, spans: list[Span]) -> None: ...
+    async def report(self, worker: str, activity: Activity) -> None: ...
 
 
-class CoordinatorForProducer(SpanSink, Protocol):
+class LeaseSource(Protocol):
+    """The coordinator's calls about samples to generate. `done` and `activity` are taken before the wait."""
+
+    async def next_samples(
+        self, engine: str, free: int, capacity: int, done: Sequence[SampleResult] = (), activity: Activity | None = None
+    ) -> list[SampleRequest]: ...
+    async def samples_done(
+        self, engine: str, results: Sequence[SampleResult], activity: Activity | None = None
+    ) -> None: ...
+    async def sample_failed(self, engine: str, sample_id: str, error: str) -> None: ...
+
+
+class JobSource(Protocol):
+    """The coordinator's calls about samples to score. `done` and `activity` are taken before the wait."""
+
+    async def next_to_score(
+        self, worker: str, limit: int, done: Sequence[ScoreResult] = (), activity: Activity | None = None
+    ) -> list[ScoreJob]: ...
+    async def scored(self, worker: str, results: Sequence[ScoreResult], activity: Activity | None = None) -> None: ...
+
+
+class CoordinatorForProducer(LeaseSource, ActivitySink, Protocol):
     """The coordinator's calls for a producer."""
 
-    async def next_samples(self, engine: str, free: int, capacity: int) -> list[SampleRequest]: ...
-    async def samples_done(self, engine: str, results: list[SampleResult]) -> None: ...
-    async def sample_failed(self, engine: str, sample_id: str, error: str) -> None: ...
     async def engine_leaves(self, engine: str) -> None: ...
     async def scorer_wrong(self, reason: str) -> bool: ...
     async def phase(self, text: str) -> None: ...
     async def closing(self) -> None: ...
 
 
-class CoordinatorForRewarder(SpanSink, Protocol):
+class CoordinatorForRewarder(JobSource, ActivitySink, Protocol):
     """The coordinator's calls for a reward worker."""
 
-    async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]: ...
-    async def scored(self, worker: str, results: list[ScoreResult]) -> None: ...
-    async def report_scorers(self, worker: str, reports: list[ScorerReport]) -> None: ...
     async def scorer_wrong(self, reason: str) -> bool: ...
     async def scorer_leaves(self, worker: str) -> None: ...
     async def addresses(self, role: str) -> dict[str, str]: ...
@@ -72,14 +89,8 @@ class CoordinatorForRewarder(SpanSink, Protocol):
     async def closing(self) -> None: ...
 
 
-class CoordinatorForReader(SpanSink, Protocol):
+class CoordinatorForReader(LeaseSource, JobSource, ActivitySink, Protocol):
     """The coordinator's calls for a preference reader."""
-
-    async def next_samples(self, engine: str, free: int, capacity: int) -> list[SampleRequest]: ...
-    async def samples_done(self, engine: str, results: list[SampleResult]) -> None: ...
-    async def sample_failed(self, engine: str, sample_id: str, error: str) -> None: ...
-    async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]: ...
-    async def scored(self, worker: str, results: list[ScoreResult]) -> None: ...
 
 
 class CoordinatorForCheckpointer(Protocol):
@@ -90,7 +101,7 @@ class CoordinatorForCheckpointer(Protocol):
     async def phase(self, text: str) -> None: ...
 
 
-class CoordinatorForPublisher(SpanSink, Protocol):
+class CoordinatorForPublisher(ActivitySink, Protocol):
     """The coordinator's calls for the weight publisher."""
 
     async def announce(self, version: int, digest: str) -> None: ...
@@ -98,7 +109,7 @@ class CoordinatorForPublisher(SpanSink, Protocol):
     async def engine_lost(self, engine: str, reason: str) -> None: ...
 
 
-class CoordinatorForTrainer(CoordinatorForCheckpointer, SpanSink, Protocol):
+class CoordinatorForTrainer(CoordinatorForCheckpointer, ActivitySink, Protocol):
     """The coordinator's calls for the trainer; without engines it publishes versions itself."""
 
     async def require_fields(self, fields: tuple[str, ...]) -> None: ...
@@ -234,17 +245,23 @@ class UpdateRule(Protocol):
 class Tracer:
     """A record of an actor's spans, sent to the coordinator in batches, for the timeline and the busy fractions.
 
-    `report` sends the actor's other counts, at the same times."""
+    An actor with other calls sends it with them (`take`); after `flush_s` seconds without such a call it is sent alone.
+    `scorers` returns the counts of a reward worker's scorers since it was last called: every second, because the
+    samples in flight are averaged over these counts."""
 
     def __init__(
         self,
         actor: str,
-        coordinator: SpanSink,
+        coordinator: ActivitySink,
         clock: Clock,
-        report: Callable[[], Awaitable[None]] | None = None,
+        flush_s: float = 1.0,
+        scorers: Callable[[], list[ScorerReport]] = list,
     ) -> None:
         self.actor = actor
-        self._report = report
+        self._flush_s = flush_s
+        self._scorers = scorers
+        self._counts: list[ScorerReport] = []
+        self._quiet_s = 0.0  # since activity was taken
         self._coordinator = coordinator
         self._clock = clock
         self._spans: list[Span] = []
@@ -270,36 +287,44 @@ class Tracer:
         if kind not in ("starved", "backpressured") or end - start >= _SHORTEST_WAIT_S:
             self._spans.append(Span(self.actor, kind, start, end, args))
 
+    def take(self) -> Activity | None:
+        """Return the activity to send with a call that is made now, if any."""
+        spans, self._spans = self._spans, []
+        counts, self._counts = self._counts, []
+        self._quiet_s = 0.0
+        return Activity(spans, counts) if spans or counts else None
+
     async def flush(self) -> None:
-        if self._spans:
-            spans, self._spans = self._spans, []
-            await self._coordinator.report_spans(spans)
-        if self._report is not None:
-            await self._report()
+        if (activity := self.take()) is not None:
+            await self._coordinator.report(self.actor, activity)
 
     @asynccontextmanager
     async def task_group(self) -> AsyncIterator[asyncio.TaskGroup]:
-        """Own an actor's tasks; send their spans every second while they run, and when they have ended.
+        """Own an actor's tasks; send their spans regularly while they run, and when they have ended.
 
         The first failure cancels all tasks and is raised without a group around it. A failure to send spans is raised
         at the end: it must not interrupt a checkpoint that is being written."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                flusher = tasks.create_task(self._flush_while_it_works(1.0))
+                flusher = tasks.create_task(self._flush_while_it_works())
                 yield tasks
                 flusher.cancel()
         except BaseExceptionGroup as failures:
             first = failures.exceptions[0]
             raise first from first.__cause__
         finally:
+            self._counts += self._scorers()
             await self.flush()
 
-    async def _flush_while_it_works(self, seconds: float) -> None:
+    async def _flush_while_it_works(self) -> None:
         with suppress(Exception):  # the last flush raises it
-            await self.flush_every(seconds)
+            await self.flush_when_quiet(self._flush_s)
 
-    async def flush_every(self, seconds: float) -> None:
-        """Flush every `seconds` until cancelled."""
+    async def flush_when_quiet(self, seconds: float) -> None:
+        """Flush after `seconds` without a `take`, until cancelled."""
         while True:
-            await asyncio.sleep(seconds)
-            await self.flush()
+            await asyncio.sleep(_TICK_S)
+            self._counts += self._scorers()
+            self._quiet_s += _TICK_S
+            if self._quiet_s >= seconds:
+                await self.flush()

@@ -84,17 +84,21 @@ class PreferenceReader:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _read_samples(self) -> None:
-        capacity = self.config.rollout.max_inflight
+        capacity, done = self.config.rollout.max_inflight, list[SampleResult]()
         while True:
             asked = self.clock.now()
-            requests = await self.coordinator.next_samples(self.name, capacity, capacity)
+            requests = await self.coordinator.next_samples(self.name, capacity, capacity, done, self._tracer.take())
             self._tracer.add("backpressured", asked, self.clock.now())
             if not requests:
                 return
+            done = []
             for request in requests:
-                await self._read(request)
+                if done:  # the last one leaves with the request for more
+                    await self.coordinator.samples_done(self.name, done, self._tracer.take())
+                done = await self._read(request)
 
-    async def _read(self, request: SampleRequest) -> None:
+    async def _read(self, request: SampleRequest) -> list[SampleResult]:
+        """Return the result, or nothing if the sample failed and the coordinator was notified."""
         limit = self.config.rollout.timeout_s
         started = self.clock.now()
         try:
@@ -106,7 +110,7 @@ class PreferenceReader:
                     f"{self.name}: sample {request.sample_id} took longer than rollout.timeout_s = {limit}"
                 ) from None
             await self.coordinator.sample_failed(self.name, request.sample_id, f"{type(error).__name__}: {error}")
-            return
+            return []
         finished = self.clock.now()
         self._tracer.add("read", started, finished, sample=request.sample_id, pair=request.prompt.index)
         (stored,), media = await asyncio.gather(self._trajectories.put_all([tensors]), self.store.put(made))
@@ -124,16 +128,13 @@ class PreferenceReader:
             media_bytes=nbytes(made),
             shared=stored.shared,
         )
-        await self.coordinator.samples_done(self.name, [result])
+        return [result]
 
     async def _score_samples(self) -> None:
-        while jobs := await self.coordinator.next_to_score(self.name, self.config.reward.batch):
+        batch, results = self.config.reward.batch, list[ScoreResult]()
+        while jobs := await self.coordinator.next_to_score(self.name, batch, results, self._tracer.take()):
             with self._tracer.span("score", samples=len(jobs)):
-                scores = [_SCORES[job.sample] for job in jobs]
-                results = [
-                    ScoreResult(job.sample_id, job.attempt, score=one) for job, one in zip(jobs, scores, strict=True)
-                ]
-            await self.coordinator.scored(self.name, results)
+                results = [ScoreResult(job.sample_id, job.attempt, score=_SCORES[job.sample]) for job in jobs]
 
     # ---- in the thread -----------------------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 Waits for a lease (`backpressured` while nothing runs: the staleness budget or the buffers are full; unblocked by a
 publish, a score or a rejection) and for samples to finish. Samples that finish while others are being stored and
-reported travel together: to the store, and in one message to the coordinator. `weights.swap` decides what a swap waits
-for:
+reported travel together: to the store, and in one message to the coordinator. If possible, that is the request for the
+next samples: it waits up to 5 ms for a sample that is being stored. `weights.swap` decides what a swap waits for:
   step     nothing: it happens between two denoising steps of the running samples
   request  samples already in the engine; leased samples that have not started wait for the new weights
   drain    every leased sample to be generated; nothing is leased meanwhile
@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
 from omni_async.aio.clock import Clock
-from omni_async.aio.waiting import Coalescer, first_of, is_cancelled
+from omni_async.aio.waiting import Coalescer, Outbox, first_of, is_cancelled
 from omni_async.config import Config
 from omni_async.media import Media
 from omni_async.rewards.base import WrongScorer
@@ -32,6 +33,11 @@ from omni_async.types import SampleRequest, SampleResult, VersionSpans, WeightMa
 from omni_async.weights.digest import WeightError
 from omni_async.weights.transport.base import TransportError, WeightReceiver, receive
 from omni_async.weights.transport.object_store import ObjectStoreReceiver
+
+# How long a request for samples waits for results that it may carry.
+_COALESCE_S = 0.005
+# Spans leave with other calls; these are the seconds between calls for spans alone, of an engine without any.
+_FLUSH_S = 10.0
 
 
 class _Finished(NamedTuple):
@@ -99,9 +105,10 @@ class Producer:
 
     def __post_init__(self) -> None:
         self._receiver = self.receiver or ObjectStoreReceiver(self.store)
-        self._tracer = Tracer(self.name, self.coordinator, self.clock)
+        self._tracer = Tracer(self.name, self.coordinator, self.clock, _FLUSH_S)
         self._leased = 0  # samples that wait for the engine or run in it
         self._running = 0  # samples that run in the engine
+        self._unstored = 0  # generated samples on their way into the store
         self._idle_since = 0.0  # when the last sample was generated
         self._changed = asyncio.Condition()
         self._leasing_paused = False
@@ -117,7 +124,7 @@ class Producer:
         )
         self._trajectories = Trajectories(self.name, self.store)
         self._storing = Coalescer(self._store_all)
-        self._reporting = Coalescer(self._report_all)
+        self._reporting: Outbox[SampleResult] = Outbox(self._report)
 
     async def start(self) -> None:
         """Start the engine and try the program's judges. Raises WrongScorer if their failure has ended the run."""
@@ -161,9 +168,21 @@ class Producer:
 
     async def _next_samples(self) -> list[SampleRequest]:
         capacity = self.config.rollout.max_inflight
-        await self._until(lambda: not self._leasing_paused and self._leased < capacity)
+
+        def may_lease() -> bool:
+            return not self._leasing_paused and self._leased < capacity
+
+        await self._until(may_lease)
+        if self._unstored:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_COALESCE_S):
+                    await self._until(lambda: not self._unstored)
+            await self._until(may_lease)
         asked = self.clock.now()
-        requests = await self.coordinator.next_samples(self.name, capacity - self._leased, capacity)
+        free = capacity - self._leased
+        requests = await self._reporting.carry(
+            lambda done: self.coordinator.next_samples(self.name, free, capacity, done, self._tracer.take())
+        )
         if self._leased == 0:
             self._tracer.add("backpressured", max(asked, self._idle_since), self.clock.now())
         await self._until(lambda: not self._leasing_paused)  # samples leased before a drain wait for its end
@@ -177,7 +196,13 @@ class Producer:
         """Generate a sample and report it; the engine's slot is already free during the report."""
         finished = await self._generate(request)
         if finished is not None:
-            await self._reporting.send(await self._storing.send(finished))
+            try:
+                result = await self._storing.send(finished)
+            finally:
+                self._unstored -= 1
+            async with self._changed:
+                self._changed.notify_all()
+            await self._reporting.send(result)
 
     async def _generate(self, request: SampleRequest) -> _Finished | None:
         """Return the sample, or None if it failed and the coordinator was notified."""
@@ -188,6 +213,7 @@ class Producer:
             try:
                 async with asyncio.timeout(self.config.rollout.timeout_s) as deadline:
                     trajectory = await self._draw(request)
+                self._unstored += 1
             except EngineError:
                 raise
             except asyncio.CancelledError:
@@ -247,9 +273,8 @@ class Producer:
         stored = zip(finished, *await asyncio.gather(trajectories, media), strict=True)
         return [sample.result(self.name, *references) for sample, *references in stored]
 
-    async def _report_all(self, results: list[SampleResult]) -> list[None]:
-        await self.coordinator.samples_done(self.name, results)
-        return [None] * len(results)
+    async def _report(self, results: list[SampleResult]) -> None:
+        await self.coordinator.samples_done(self.name, results, self._tracer.take())
 
     async def join_weights(self, membership: Any) -> None:
         """Join the sender that created `membership`, once the engine has started, and again when engines come or leave.

@@ -1,6 +1,7 @@
 """Runs the reward worker: takes samples as they are generated, and calls all scorers of each concurrently.
 
-Waits for a generated sample (`starved`); unblocked by a producer's `samples_done` or a retried score. It takes as many
+Waits for a generated sample (`starved`); unblocked by a producer's result or a retried score. A request for samples
+carries the answers about earlier ones; while it waits, answers have their own calls. It takes as many
 samples as its scorers could start now; scorers without a concurrency limit take all available samples. While a scorer
 is down it takes no samples and waits for the scorer (`outage`); unblocked by its answer, by `reward.outage_s`, or by
 the end of the run. A failure is reported as an error, never as a number. Scorers that block run in threads, off the
@@ -15,11 +16,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec.structs import asdict
 
 from omni_async.aio.clock import Clock
-from omni_async.aio.waiting import Coalescer, Event, cancel, first_of
+from omni_async.aio.waiting import Event, Outbox, cancel, first_of
 from omni_async.config import Config
 from omni_async.media import Media
 from omni_async.rewards.base import WrongScorer
@@ -34,6 +36,8 @@ from omni_async.types import Answer, ScoreJob, ScoreResult
 # How long a worker's start waits for the first answer of its scorers. Later answers also count, until the first sample
 # is taken.
 _START_S = 30.0
+# Spans and counts leave with other calls; these are the seconds between calls for them alone, of an idle worker.
+_FLUSH_S = 10.0
 
 
 @dataclass(eq=False)
@@ -49,7 +53,6 @@ class Rewarder:
     probe: Probe | None = None
 
     def __post_init__(self) -> None:
-        self._tracer = Tracer(self.name, self.coordinator, self.clock, self._report_scorers)
         self._panel = Panel(
             self.name,
             self.reward,
@@ -60,11 +63,12 @@ class Rewarder:
             observe=self._record_call,
             addresses=KnownAddresses(self.config.reward, self.coordinator.addresses),
         )
+        self._tracer = Tracer(self.name, self.coordinator, self.clock, _FLUSH_S, self._panel.take_reports)
         self._trial: asyncio.Task[str | None] | None = None
         self._scoring: set[asyncio.Task[None]] = set()
         self._fetching = 0  # samples that have not reached any scorer yet
         self._changed = Event()  # a sample is done, so there may be room for another
-        self._results = Coalescer(self._hand_in)
+        self._results: Outbox[ScoreResult] = Outbox(self._hand_in)
 
     async def start(self) -> None:
         """Try the scorers, whose models are already loaded. Raises WrongScorer if their failure has ended the run."""
@@ -106,7 +110,7 @@ class Rewarder:
                 await self._changed.wait()
                 continue
             with self._tracer.span("starved"):
-                jobs = await self.coordinator.next_to_score(self.name, room)
+                jobs = await self._results.carry(partial(self._next_jobs, room))
             if not jobs:
                 break
             if jobs[0].alone:
@@ -118,6 +122,9 @@ class Rewarder:
             if attempt or jobs[0].alone:
                 await self._all_scored()
         await self._all_scored()
+
+    async def _next_jobs(self, room: int, done: list[ScoreResult]) -> list[ScoreJob]:
+        return await self.coordinator.next_to_score(self.name, room, done, self._tracer.take())
 
     async def _scorers_are_up(self) -> bool:
         """Wait for scorers that are down. Return whether a scorer still is, so that one sample has to test it."""
@@ -150,9 +157,8 @@ class Rewarder:
     async def _answer(self, job: ScoreJob, media: Media) -> Answer:
         return await self._panel.score(media, job.prompt, (job.sample_id, job.attempt))
 
-    async def _hand_in(self, results: list[ScoreResult]) -> list[None]:
-        await self.coordinator.scored(self.name, results)
-        return [None] * len(results)
+    async def _hand_in(self, results: list[ScoreResult]) -> None:
+        await self.coordinator.scored(self.name, results, self._tracer.take())
 
     async def _media(self, job: ScoreJob) -> Media | Answer:
         """Fetch the job's media. Missing media are no evidence against the scorers."""
@@ -170,6 +176,3 @@ class Rewarder:
 
     def _record_call(self, scorer: str, prompts: Sequence[int], start: float, end: float) -> None:
         self._tracer.add("score", start, end, samples=len(prompts), scorer=scorer, prompts=sorted({*prompts}))
-
-    async def _report_scorers(self) -> None:
-        await self.coordinator.report_scorers(self.name, self._panel.take_reports())

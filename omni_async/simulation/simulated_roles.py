@@ -51,9 +51,10 @@ async def _score_in_turn(name: str, world: World) -> None:
     shared = world.shared if world.config.placement.reward_in_turn else None
     meters = world.meters
     busy, starved, reserved = meters.busy["reward"], meters.waiting["reward"], meters.reserved["trajectories"]
+    results: list[ScoreResult] = []
     while True:
         asked = loop.now
-        jobs = await coordinator.next_to_score(name, world.config.reward.batch)
+        jobs = await coordinator.next_to_score(name, world.config.reward.batch, results)
         starved.add(asked, loop.now)
         if not jobs:
             return
@@ -65,9 +66,7 @@ async def _score_in_turn(name: str, world: World) -> None:
         if shared is not None:
             shared.leave()
         reserved.add(-len(jobs))
-        await coordinator.scored(
-            name, [ScoreResult(job.sample_id, job.attempt, score=world.score(job)) for job in jobs]
-        )
+        results = [ScoreResult(job.sample_id, job.attempt, score=world.score(job)) for job in jobs]
 
 
 Scored = Callable[[list[ScoreJob]], None]

@@ -21,6 +21,7 @@ from omni_async.types.bounds import (
 )
 from omni_async.types.groups import (
     SHOWN_OF_PROMPT,
+    Activity,
     LedgerEntry,
     ReadyGroup,
     ReadySample,
@@ -63,6 +64,7 @@ __all__ = [
     "LONGEST",
     "MOST",
     "SHOWN_OF_PROMPT",
+    "Activity",
     "Amount",
     "Answer",
     "Count",

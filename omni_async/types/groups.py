@@ -9,7 +9,7 @@ import msgspec
 
 from omni_async.types.bounds import Number, Text, Value
 from omni_async.types.prompts import Prompt
-from omni_async.types.samples import Score, SdeWindow, VersionSpans
+from omni_async.types.samples import Score, ScorerReport, SdeWindow, VersionSpans
 
 Terminal = Literal["trained", "rejected", "dropped"]
 
@@ -134,3 +134,12 @@ class Span(msgspec.Struct, frozen=True):
     start: float
     end: float
     args: dict[str, Any] = {}
+
+
+class Activity(msgspec.Struct, frozen=True):
+    """A worker's activity since its last message, for timeline and metrics.
+
+    `scorers`: the counts of a reward worker's scorers, those of each in the order of time; taken every second."""
+
+    spans: list[Span] = []
+    scorers: list[ScorerReport] = []

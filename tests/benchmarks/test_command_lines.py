@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks import encoder_cache, just_in_time, lora_rollout, precision
+from benchmarks import coordinator_on_ray, encoder_cache, just_in_time, lora_rollout, precision
 from benchmarks.control_plane import Roles, Shape, make_config, measure
 from benchmarks.lanes import Lanes
 from benchmarks.precision import Cell, Row, read_rows, table
+from omni_async.aio.waiting import cancel
 from omni_async.config import load
 from omni_async.control.admission import withholds
 from omni_async.control.coordinator import Coordinator
+from omni_async.store import LocalStore
 from omni_async.types import LedgerEntry, Prompt
 
 
@@ -25,6 +27,7 @@ from omni_async.types import LedgerEntry, Prompt
     ("command", "said"),
     [
         ("control_plane --shapes 0x1x2", "got '0x1x2'"),
+        ("coordinator_on_ray --batches 17", "batches of at most 16"),
         ("encoder_cache --hidden 40", "--hidden: expected a multiple of 16"),
         ("encoder_cache --group-size 0", "--group-size: expected at least 1"),
         ("gpu_probe --only steps,nothing", "--only: no section is called 'nothing'; there are machine, attention,"),
@@ -87,6 +90,27 @@ def test_control_plane_trains_groups_once(tmp_path: Path) -> None:
     results = results_of("control_plane --shapes 1x2x2 3x2x2 --repeats 2 --samples 12", tmp_path)
     found = [(r["shape"]["engines"], r["repeat"], r["updates"]) for r in results["records"]]
     assert found == [(1, 0, 3), (3, 0, 3), (1, 1, 3), (3, 1, 3)]
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(("batch", "most"), [(1, 2.5), (16, 0.5)])
+async def test_a_sample_costs_the_coordinator_two_calls(batch: int, most: float, tmp_path: Path) -> None:
+    """Counts all calls of the real roles, whose samples finish one by one or together, and those about samples."""
+    config = coordinator_on_ray.config_of(8, batch)
+    coordinator = coordinator_on_ray.Measured(config, tmp_path / "ledger.jsonl")
+    roles = coordinator_on_ray.Workers(config, coordinator, LocalStore(), batch, rate=8.0)
+    working = asyncio.create_task(roles.play())
+    for seconds in (20.0, 40.0):
+        await asyncio.sleep(seconds)
+        reading = coordinator_on_ray.Reading(*await coordinator.reading())
+    coordinator.close()
+    await cancel([working])
+    assert reading.samples > 200 and reading.calls_per_sample < most
+    about_samples = sum(
+        reading.calls.get(name, 0) for name in ("next_samples", "samples_done", "next_to_score", "scored")
+    )
+    assert about_samples <= 2.1 * reading.samples / batch * (1 if batch == 1 else 2), reading.calls
+    assert batch > 1 or "report" not in reading.calls, "spans leave with other calls"
 
 
 @pytest.mark.thorough

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from omni_async.types import ScoreJob
-from tests.control.control_world import Bench, Run, distinct, make_config
+from omni_async.control.events import EventLog
+from omni_async.types import Activity, ScoreJob, Span
+from tests.control.control_world import Bench, Run, distinct, make_config, make_result, scores, trained_steps
 
 
 def made(count: int = 100, **config: Any) -> Bench:
@@ -137,3 +138,37 @@ async def test_without_scorers_groups_are_ready_when_they_are_generated(at_once:
     bench.make(rest)
     assert [group.rewards for group in await asking] == [[0.0, 0.0], [0.0, 0.0]]
     assert bench.entries == []
+
+
+async def test_a_call_that_waits_for_work_hands_in_its_results_at_once_and_only_once() -> None:
+    bench = Bench(S=0, P=1, group_size=2)
+    first, second = bench.lease()
+    results = [make_result(first, "rollout-0", (0,) * len(trained_steps(first)))]
+    spans = Activity([Span("rollout-0", "generate", 0.0, 1.0)])
+    leasing = asyncio.create_task(bench.c.next_samples("rollout-0", 1, 2, results, spans))
+    await asyncio.sleep(0)
+    (job,) = bench.jobs()
+    await bench.c.samples_done("rollout-0", results)
+    assert (job.sample_id, bench.jobs(), leasing.done()) == (first.sample_id, [], False)
+    asking = asyncio.create_task(bench.c.next_to_score("reward-0", 1, scores([job], distinct)))
+    await asyncio.sleep(0)
+    bench.make([second])
+    assert [one.sample_id for one in await asking] == [second.sample_id]
+    bench.score([job])
+    assert not bench.take()
+    bench.score([ScoreJob(second.sample_id, "train", second.prompt, None)])
+    assert len(bench.take()) == 1 and not leasing.done()
+    leasing.cancel()
+
+
+@pytest.mark.virtual_time
+async def test_spans_reach_the_driver_with_other_events_or_after_a_second() -> None:
+    log, loop = EventLog(), asyncio.get_running_loop()
+    for kind, seconds in (("spans", 1.0), ("phase", 0.0)):
+        began, taking = loop.time(), asyncio.create_task(log.take())
+        await asyncio.sleep(0)
+        log.add("spans", {})
+        await asyncio.sleep(0)
+        log.add(kind, {})
+        assert [event.kind for event in await taking] == ["spans", kind]
+        assert loop.time() - began == seconds

@@ -28,6 +28,7 @@ from omni_async.roles.update import Update
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.store import LocalStore, ObjectLost
 from omni_async.types import (
+    Activity,
     Piece,
     Prompt,
     ReadyGroup,
@@ -145,12 +146,10 @@ def make_snapshot(version: int, release: Callable[[], None] = lambda: None) -> S
     return Snapshot(version, "full", specs, [np.full(1, version, np.uint8)], release=release)
 
 
-def kept(where: str, skip: int = 0, may_refuse: bool = False) -> Any:
+def kept(where: str, skip: int = 0) -> Any:
     """Makes a call of a `Desk` that appends its arguments, after the first `skip`, to the list `where`."""
 
     async def call(self: Desk, *given: Any) -> None:
-        if may_refuse and self.refuses:
-            raise self.refuses
         getattr(self, where).append(given[skip:] if len(given) > skip + 1 else given[skip])
         self._event.notify()
 
@@ -172,18 +171,36 @@ class Desk:
         self.collects = False
         self.version = 0  # before the first update
         self.closed = False
-        self.refuses: Exception | None = None  # raised by `samples_done` and `report_spans`
+        self.refuses: Exception | None = None  # raised by `samples_done` and `report`
         self._event = Event()
 
     sample_failed = kept("failed", skip=1)
-    scored = kept("scored_batches", skip=1)
     phase = kept("phases")
     group_gone = kept("gone")
     engine_lost = kept("lost")
     take_up = kept("taken_up")
-    samples_done = kept("reports", skip=1, may_refuse=True)
-    report_spans = kept("timelines", may_refuse=True)
-    report_scorers = kept("scorers", skip=1)
+
+    async def samples_done(self, engine: str, results: Sequence[Any], activity: Activity | None = None) -> None:
+        await self.report(engine, activity)
+        self._refuse()
+        self.reports.append([*results])
+        self._event.notify()
+
+    async def scored(self, worker: str, results: Sequence[Any], activity: Activity | None = None) -> None:
+        await self.report(worker, activity)
+        self.scored_batches.append([*results])
+        self._event.notify()
+
+    async def report(self, worker: str, activity: Activity | None) -> None:
+        if activity is not None:
+            self._refuse()
+            self.timelines.append(activity.spans)
+            self.scorers += [activity.scorers] if activity.scorers else []
+            self._event.notify()
+
+    def _refuse(self) -> None:
+        if self.refuses:
+            raise self.refuses
 
     @property
     def done(self) -> list[Any]:
@@ -214,11 +231,26 @@ class Desk:
         taken, queue[:] = queue[:limit], queue[limit:]
         return taken
 
-    async def next_samples(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
+    async def next_samples(
+        self,
+        engine: str,
+        free: int,
+        capacity: int,
+        done: Sequence[Any] = (),
+        activity: Activity | None = None,
+    ) -> list[SampleRequest]:
         self.asked.append((free, capacity))
+        if done:
+            await self.samples_done(engine, done)
+        await self.report(engine, activity)
         return await self._take(self.requests, free)
 
-    async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
+    async def next_to_score(
+        self, worker: str, limit: int, done: Sequence[Any] = (), activity: Activity | None = None
+    ) -> list[ScoreJob]:
+        if done:
+            await self.scored(worker, done)
+        await self.report(worker, activity)
         return await self._take(self.jobs, limit)
 
     async def next_groups(self, version: int, needed: int) -> list[ReadyGroup]:

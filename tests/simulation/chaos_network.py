@@ -15,6 +15,8 @@ from typing import Any, NoReturn, cast
 from omni_async.rollout.base import EngineError
 from omni_async.simulation.virtual_time import VirtualTimeLoop
 
+# Calls for work, by the call that hands in what they carry: its position among the arguments.
+_CARRIES = {"next_samples": ("samples_done", 3), "next_to_score": ("scored", 2)}
 # A second delivery, however late, must change nothing.
 _ANY_TIME = {"samples_done", "scored", "engine_lost", "scorer_lost"}
 # A second delivery right after the first must change nothing. Later there may be another lease of the same sample, or
@@ -118,7 +120,11 @@ class Network:
                 return
             self._world.seen["a message of the dead"] += 1
         try:
-            result = await target(*args)
+            work = target(*args)
+            if name in _CARRIES and args[_CARRIES[name][1]]:
+                work = asyncio.ensure_future(work)
+                await self._hand_in(caller, name, work, target, args)
+            result = await work
         except Exception as error:
             await self._travel()
             if not answer.done():
@@ -136,6 +142,20 @@ class Network:
         await self._travel()
         if not answer.done():
             answer.set_result(result)
+
+    async def _hand_in(
+        self, caller: Process, name: str, work: asyncio.Future[Any], target: Call, args: tuple[Any, ...]
+    ) -> None:
+        """Treats the results that a call for work carries as a message: its wait for work must not hold them back."""
+        report, position = _CARRIES[name]
+        results = args[position]
+        await asyncio.sleep(0)
+        if work.done() and work.exception() is not None:
+            return
+        self._attempt.delivered(caller, report, (args[0], results), None)
+        if self._dice.random() < self._world.temper.duplicated:
+            self._world.seen["a message twice"] += 1
+            self._send(self._again(getattr(target.__self__, report), (args[0], results)), report)  # type: ignore[attr-defined]
 
     async def _again(self, target: Call, args: tuple[Any, ...]) -> None:
         await self._travel()

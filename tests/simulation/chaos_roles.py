@@ -166,7 +166,7 @@ class QuietTracer(Tracer):
     def add(self, kind: str, start: float, end: float, **args: Any) -> None:
         pass
 
-    async def flush_every(self, seconds: float) -> None:
+    async def flush_when_quiet(self, seconds: float) -> None:
         await asyncio.get_running_loop().create_future()
 
 

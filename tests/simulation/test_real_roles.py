@@ -73,7 +73,8 @@ def step_s(made: Emulated) -> float:
     ("name", "varies"), [*((name, False) for name in JOBS), *((name, True) for name in VARYING)], ids=str
 )
 def test_the_simulator_takes_the_time_of_the_real_roles(name: str, varies: bool, tmp_path: Path) -> None:
-    """Demands the same to the last digit; where times vary, who asks first in one instant may differ."""
+    """Demands the same times to the last digit, and staleness to a sample, because the order within an instant may
+    differ; where times vary, more may."""
     changes = {"rollout.workers": 2, "rollout.max_batch": 8, "rollout.max_inflight": 16, **JOBS[name]}
     slow = changes.pop("slow", None)
     profile = VARIED if slow is None else replace(VARIED, **{slow: getattr(SLOW, slow)})
@@ -90,7 +91,7 @@ def test_the_simulator_takes_the_time_of_the_real_roles(name: str, varies: bool,
     assert max(staleness) <= config.staleness.max_updates
     found = simulate(config, profile, updates=UPDATES, seed=config.run.seed)
     assert found.step_s == pytest.approx(step_s(made), rel=0.02 if varies else 1e-9)
-    assert found.staleness_mean == pytest.approx(statistics.fmean(staleness), abs=0.1 if varies else 1e-9)
+    assert found.staleness_mean == pytest.approx(statistics.fmean(staleness), abs=0.1 if varies else 0.01)
 
 
 # A mean of 3 s with a long tail: one answer in a hundred takes 12 s or longer.
