@@ -9,7 +9,7 @@ from omni_async.config.schema import Config
 
 # Conditioning of at least this size is stored once for all samples of a prompt that an engine generates. Copying less
 # takes no longer than the exchange with the store that another object costs.
-SHARED_BYTES = 256 * 2**10
+SHARED_BYTES = 2**20
 
 
 def is_shown(config: Config, version: int) -> bool:

@@ -64,27 +64,23 @@ class Trajectories:
             references = await self._store.put_all(trajectories)
             return [Stored(one, nbytes(each), ()) for one, each in zip(references, trajectories, strict=True)]
         digests = await in_daemon_thread(lambda: [[*map(_digest, _conditioning(each))] for each in trajectories])
-        own, shared = [], []
-        for trajectory, its in zip(trajectories, digests, strict=True):
-            parts = [*zip(its, _conditioning(trajectory), strict=True)]
-            shared.append([(key, await self._object(digest, value)) for digest, (key, value) in parts])
-            own.append(trajectory.exclude(*(key for key, _ in shared[-1])))
-        references = await self._store.put_all(own)
+        parts = [[*zip(its, _conditioning(each), strict=True)] for its, each in zip(digests, trajectories, strict=True)]
+        kept = {digest: self._kept.get(digest) for its in digests for digest in its}
+        new = {digest: value for its in parts for digest, (_, value) in its if kept[digest] is None}
+        own = [each.exclude(*(key for _, (key, _) in its)) for each, its in zip(trajectories, parts, strict=True)]
+        references, *made = await asyncio.gather(self._store.put_all(own), *map(self._store.put, new.values()))
+        objects = {digest: one for digest, one in kept.items() if one is not None}
+        for (digest, value), reference in zip(new.items(), made, strict=True):
+            objects[digest] = _Object(f"{self._name}.{next(self._numbers)}", reference, nbytes(value))
+            self._kept.put(digest, objects[digest])
         return [
             Stored(
-                Parts(reference, tuple((key, one.reference) for key, one in objects)),
+                Parts(reference, tuple((key, objects[digest].reference) for digest, (key, _) in its)),
                 nbytes(tensors),
-                tuple((one.name, one.nbytes) for _, one in objects),
+                tuple((objects[digest].name, objects[digest].nbytes) for digest, _ in its),
             )
-            for reference, tensors, objects in zip(references, own, shared, strict=True)
+            for reference, tensors, its in zip(references, own, parts, strict=True)
         ]
-
-    async def _object(self, digest: bytes, value: TensorDict) -> _Object:
-        found = self._kept.get(digest)
-        if found is None:
-            found = _Object(f"{self._name}.{next(self._numbers)}", await self._store.put(value), nbytes(value))
-            self._kept.put(digest, found)
-        return found
 
 
 async def read_trajectory(store: ObjectStore, reference: Any) -> Any:

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from omni_async.config.held import is_shown, shown_of_group
+from omni_async.config.schema import Emulation
 from omni_async.control.held_bytes import Change, HeldBytes
 from omni_async.types import SampleResult, VersionSpans
 from tests.control.control_world import MEDIA_BYTES, SAMPLE_BYTES, Bench, make_config, make_result, now
@@ -51,6 +53,12 @@ def test_only_samples_that_may_be_shown_keep_their_media() -> None:
         assert kept == ([0] if version != 2 else []), version
         bench.train(bench.take())
         bench.hold(bench.version)
+
+
+def test_emulated_media_are_not_shown() -> None:
+    assert len(shown_of_group(CONFIG, 0, 0)) == CONFIG.rollout.group_size
+    emulated = replace(CONFIG, emulation=Emulation(profile="p.json"))
+    assert not shown_of_group(emulated, 0, 0) and not is_shown(emulated, 1)
 
 
 def test_a_round_keeps_media_of_the_samples_that_it_shows() -> None:
