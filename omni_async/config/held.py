@@ -1,4 +1,4 @@
-"""Defines which samples keep their media after the score, and how many samples hold media at once.
+"""Defines which samples keep their media after the score, and how many samples and engines hold the same at once.
 
 Scorers read the media of every sample. After the score only the driver reads media, of the few samples that it shows.
 """
@@ -6,6 +6,10 @@ Scorers read the media of every sample. After the score only the driver reads me
 from __future__ import annotations
 
 from omni_async.config.schema import Config
+
+# Conditioning of at least this size is stored once for all samples of a prompt that an engine generates. Copying less
+# takes no longer than the exchange with the store that another object costs.
+SHARED_BYTES = 2**20
 
 
 def is_shown(config: Config, version: int) -> bool:
@@ -19,7 +23,7 @@ def spread(total: int, count: int) -> range:
     return range(0, total, max(1, total // count))[:count]
 
 
-def shown_of_group(config: Config, group: int, version: int) -> list[int]:
+def shown_of_group(config: Config, group: int, version: int) -> range:
     """Return the samples of a training group that may be shown, by their numbers in it.
 
     The update that will train the group is one of the S + 1 after its admission. Its place there is not known yet
@@ -30,9 +34,10 @@ def shown_of_group(config: Config, group: int, version: int) -> list[int]:
         version: the policy version of its admission."""
     per_update, size = config.trainer.groups_per_update, config.rollout.group_size
     if not any(is_shown(config, version + 1 + later) for later in range(config.staleness.max_updates + 1)):
-        return []
+        return range(0)
     first = group % per_update * size
-    return [each - first for each in spread(per_update * size, config.tracking.images) if 0 <= each - first < size]
+    shown = spread(per_update * size, config.tracking.images)
+    return range(-first % shown.step, min(size, shown.stop - first), shown.step)
 
 
 def num_shown(config: Config) -> int:
@@ -45,3 +50,8 @@ def num_with_media(config: Config, groups: int) -> int:
     """Return how many samples of `groups` live groups hold media at once: those without a score, and those to show."""
     updates = -(-groups // config.trainer.groups_per_update)
     return min(groups * config.rollout.group_size, config.buffer.trajectories + updates * num_shown(config))
+
+
+def num_conditionings(config: Config) -> int:
+    """Return how often the conditioning of a group's prompt is stored, at most: once by each engine."""
+    return min(config.rollout.group_size, len(config.engine_names))

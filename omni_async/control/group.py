@@ -111,7 +111,7 @@ class Group(SampleSet):
             versions = one.step_versions
             first = versions.first if versions else ready.admitted_version
             made = first, versions, 0.0, 0.0, one.nbytes
-            result = SampleResult(one.sample_id, "checkpoint", one.trajectory, None, *made)
+            result = SampleResult(one.sample_id, "checkpoint", one.trajectory, None, *made, shared=one.shared)
             yield sample, result, one.score
 
     @property
@@ -176,5 +176,6 @@ class Group(SampleSet):
             made, score = sample.result, sample.score
             if made is None or score is None:
                 raise ValueError(f"group {self.number} is not complete: sample {sample.request.sample_id}")
-            samples.append(ReadySample(made.sample_id, made.trajectory, score, made.step_versions, made.nbytes))
+            bytes_ = made.nbytes, made.shared
+            samples.append(ReadySample(made.sample_id, made.trajectory, score, made.step_versions, *bytes_))
         return ReadyGroup(self.number, self.prompt, self.window, self.admitted_version, tuple(samples), self.bucket)

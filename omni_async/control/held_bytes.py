@@ -1,7 +1,8 @@
 """Bounds the bytes of live samples: trajectories from a group's admission until it has ended, media until the score.
 
 Bytes are reserved *before* work begins, for a whole group at its admission, so a finished sample never waits for room.
-A trajectory's expected size is the largest of its bucket so far, and media are expected as large as the largest so far.
+A trajectory's expected size is the largest of its bucket so far, with a part of the conditioning that a group's samples
+share. Media are expected as large as the largest so far.
 Media of samples to be generated are expected for as many as have a place in the trajectory buffer, and for samples that
 will be shown. In a bucket without a finished sample a trajectory has the full share: the bound without media, divided
 by the samples of one update. An update's groups are always held together. If the largest sizes leave no room for them,
@@ -18,8 +19,9 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from omni_async.config import Config
-from omni_async.config.held import num_with_media
+from omni_async.config.held import num_conditionings, num_with_media
 from omni_async.config.section import size_text
+from omni_async.types import SampleResult
 
 
 class Change(NamedTuple):
@@ -40,6 +42,7 @@ class HeldBytes:
         self._samples_per_update = config.trainer.groups_per_update * config.rollout.group_size
         self._with_media = num_with_media(config, config.trainer.groups_per_update)  # of the samples of an update
         self._places = config.buffer.trajectories
+        self._group_size, self._num_conditionings = config.rollout.group_size, num_conditionings(config)
         self._num_live = 0
         self._num_expected: dict[int, int] = defaultdict(int)  # samples to be generated, by bucket
         self._num_expected_shown = 0  # those of them that keep their media
@@ -67,9 +70,8 @@ class HeldBytes:
 
     def has_room(self, bucket: int, count: int, shown: int) -> bool:
         """Return whether there is room for `count` more samples of the bucket, `shown` of which keep their media."""
-        if self.bound is None or self._num_live + count <= self._samples_per_update:
-            return True
-        return self._reserved(bucket, count, shown) <= self.bound
+        fits = self.bound is None or self._reserved(bucket, count, shown) <= self.bound
+        return fits or self._num_live + count <= self._samples_per_update
 
     def reserve(self, bucket: int, count: int, shown: int) -> None:
         """Expect `count` more samples of the bucket, `shown` of which keep their media."""
@@ -77,15 +79,15 @@ class HeldBytes:
         self._num_expected[bucket] += count
         self._num_expected_shown += shown
 
-    def change(self, bucket: int, shown: bool, change: Change, trajectory: int, media: int) -> None:
+    def change(self, bucket: int, shown: bool, change: Change, result: SampleResult | None, alone: int) -> None:
         """Record a sample's transition.
 
         Args:
             bucket: the sample's.
             shown: whether it keeps its media after the score.
             change: what begins or ends.
-            trajectory: its trajectory's bytes; 0 if it is not generated.
-            media: its media's bytes; 0 if it has none."""
+            result: the sample, if it is generated.
+            alone: bytes of shared objects that no other sample of its group holds."""
         expected, own, unscored = change
         self._num_live += expected + own
         self._num_expected[bucket] += expected
@@ -93,17 +95,30 @@ class HeldBytes:
             self._num_expected_shown += expected
         else:
             self._num_unscored += unscored
-        self._held += own * trajectory + (own if shown else unscored) * media
+        if result is None:
+            return
+        self._held += own * (result.nbytes + alone) + (own if shown else unscored) * result.media_bytes
         if own > 0:
-            self._most = max(self._most, self._held)
-            self._largest[bucket] = max(self._largest.get(bucket, 0), trajectory)
-            self._largest_media = max(self._largest_media, media)
+            if self._held > self._most:
+                self._most = self._held
+            trajectory = result.nbytes + (self._of_sample(result) if result.shared else 0)
+            if trajectory > self._largest.get(bucket, -1):
+                self._largest[bucket] = trajectory
+            if result.media_bytes > self._largest_media:
+                self._largest_media = result.media_bytes
+
+    def _of_sample(self, result: SampleResult) -> int:
+        """Return a sample's part of the bytes that samples of its group share, if every engine stores these."""
+        shared = sum(size for _, size in result.shared)
+        return -(-shared * self._num_conditionings // self._group_size)
 
     def problem(self, sample_id: str) -> str | None:
         """Return an error text, which names a sample, if the bound is too small for the samples so far; else None."""
+        if self.bound is None:
+            return None
         trajectory, media = max(self._largest.values(), default=0), self._largest_media
         least = self._samples_per_update * trajectory + self._with_media * media
-        if self.bound is None or least <= self.bound:
+        if least <= self.bound:
             return None
         also = f", {self._with_media} of them with {size_text(media)} of media" if media else ""
         return (

@@ -103,7 +103,7 @@ class ControlPlane:
         version = self.versions.held
         if version is None or self.closed:
             return
-        while self.groups.may_admit and self.samples.bytes.has_room(*self.source.next_size(version)):
+        while self.groups.may_admit and self._has_room(version):
             now = self.clock.now()
             due = now if self.source.resumes else self.admission.due(*self.groups.untaken, now)
             if due > now:
@@ -121,6 +121,10 @@ class ControlPlane:
                     return
                 self.ready.notify()
         self.admission.full()
+
+    def _has_room(self, version: int) -> bool:
+        held = self.samples.bytes
+        return held.bound is None or held.has_room(*self.source.next_size(version))
 
     def held_may_differ(self, before: int | None) -> None:
         """Free the slots of the groups of a version that all engines hold now, and begin its validation round.

@@ -28,6 +28,7 @@ Its own bytes are those of trajectory and media, from its score on without media
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from enum import IntEnum
 from typing import NamedTuple
@@ -101,6 +102,17 @@ class SampleSet:
         self.num_missing = len(requests)
         self.attempts = 1
         self.times = Times()
+        self._num_sharers: Counter[str] = Counter()
+
+    def share(self, result: SampleResult, own: int) -> int:
+        """Record that a sample begins (1) or ends (-1) to hold its result.
+
+        Returns the bytes of the shared objects that no other sample of the set holds."""
+        alone = 0
+        for name, size in result.shared:
+            self._num_sharers[name] += own
+            alone += size * (self._num_sharers[name] == (own > 0))
+        return alone
 
 
 class Sample:
@@ -136,11 +148,6 @@ class Sample:
         self.score: Score | None = None
         self.failures = self.score_failures = self.suspected = 0
         self.went_down: frozenset[str] = frozenset()
-
-    @property
-    def nbytes(self) -> tuple[int, int]:
-        """Return the bytes that its trajectory and its media hold now."""
-        return (0, 0) if self.result is None else (self.result.nbytes, self.result.media_bytes)
 
     def release_media(self) -> None:
         """Forget the media, which no scorer needs any more, unless they may be shown."""

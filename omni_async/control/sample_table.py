@@ -138,7 +138,9 @@ class SampleTable:
         if generated or scoring:
             self.at_workers[kind].change(generated, scoring, self._now())
         if held is not None and kind == "train":
-            self.bytes.change(owner.bucket, sample.shown, held, *sample.nbytes)
+            result = sample.result
+            alone = owner.share(result, held.own) if result is not None and result.shared and held.own else 0
+            self.bytes.change(owner.bucket, sample.shown, held, result, alone)
         if after is SCORED or after is FAILED:
             sample.release_media()
         if before is GENERATED:

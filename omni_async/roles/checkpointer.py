@@ -24,11 +24,13 @@ from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState, Unfinished
 from omni_async.roles.api import CoordinatorForCheckpointer, RankApi, Tracer, UpdateRule
+from omni_async.roles.trajectories import Stored, Trajectories, read_trajectory
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.types import ReadyGroup
 
 # Time limit for a checkpoint that is being written when the run fails.
 _LAST_WRITE_S = 20.0
+_NOTHING = Stored(None, 0, ())
 
 
 @dataclass(eq=False)
@@ -100,12 +102,13 @@ class Checkpointer:
         kept, gone = [], []
         for group in control.ready:
             try:
-                trajectories = await asyncio.gather(*(self.store.get(sample.trajectory) for sample in group.samples))
+                read = (read_trajectory(self.store, sample.trajectory) for sample in group.samples)
+                trajectories = await asyncio.gather(*read)
             except ObjectLost:
                 gone.append(Unfinished(group.group))  # this attempt would generate it again too
                 continue
             await in_daemon_thread(write_group, unfinished, group.group, trajectories)
-            kept.append(_with_trajectories(group, [None] * len(group.samples)))
+            kept.append(_with_trajectories(group, [_NOTHING] * len(group.samples)))
         stripped = replace(control, ready=tuple(kept), unfinished=(*control.unfinished, *gone))
         config, statement = self.config, stated(self.config, self.contents)
         state = State(
@@ -125,18 +128,21 @@ class Checkpointer:
 
     async def take_up(self, folder: Path, state: State) -> None:
         """Put the trajectories of ready groups back into the store, and pass the groups to the coordinator."""
-        groups = []
+        groups, stored = [], Trajectories("checkpoint", self.store)
         for group in state.control.ready:
             trajectories = await in_daemon_thread(read_group, folder, group.group, len(group.samples))
-            groups.append(_with_trajectories(group, await self.store.put_all(trajectories)))
+            groups.append(_with_trajectories(group, await stored.put_all(trajectories)))
         if groups:
             await self.coordinator.take_up(groups)
 
 
-def _with_trajectories(group: ReadyGroup, references: Sequence[Any]) -> ReadyGroup:
-    """Return the group with these references to its trajectories."""
-    samples = zip(group.samples, references, strict=True)
-    return replace(group, samples=tuple(replace(sample, trajectory=reference) for sample, reference in samples))
+def _with_trajectories(group: ReadyGroup, stored: Sequence[Stored]) -> ReadyGroup:
+    """Return the group with its trajectories in the store."""
+    samples = tuple(
+        replace(sample, trajectory=one.reference, nbytes=one.nbytes, shared=one.shared)
+        for sample, one in zip(group.samples, stored, strict=True)
+    )
+    return replace(group, samples=samples)
 
 
 async def _fail(error: OSError) -> None:

@@ -29,6 +29,7 @@ from omni_async.diffusion.policy import Policy
 from omni_async.media import Media
 from omni_async.plugins.families import SamplingSpec
 from omni_async.roles.api import CoordinatorForReader, Tracer
+from omni_async.roles.trajectories import Trajectories
 from omni_async.rollout.base import EngineError
 from omni_async.store import ObjectStore, nbytes
 from omni_async.types import SampleRequest, SampleResult, Score, ScoreResult, VersionSpans
@@ -64,6 +65,7 @@ class PreferenceReader:
     def __post_init__(self) -> None:
         self._tracer = Tracer(self.name, self.coordinator, self.clock)
         self._thread = DaemonThread(self.name)
+        self._trajectories = Trajectories(self.name, self.store)
         # The pair encoded last: a lease delivers a pair's two samples in succession.
         self._encoded: tuple[tuple[int, SamplingSpec], list[Media], torch.Tensor] | None = None
 
@@ -107,19 +109,20 @@ class PreferenceReader:
             return
         finished = self.clock.now()
         self._tracer.add("read", started, finished, sample=request.sample_id, pair=request.prompt.index)
-        reference, media = await asyncio.gather(self.store.put(tensors), self.store.put(made))
+        (stored,), media = await asyncio.gather(self._trajectories.put_all([tensors]), self.store.put(made))
         # No policy generated the sample, so it has no step versions.
         result = SampleResult(
             request.sample_id,
             self.name,
-            reference,
+            stored.reference,
             media,
             version=0,
             step_versions=VersionSpans(),
             started=started,
             finished=finished,
-            nbytes=nbytes(tensors),
+            nbytes=stored.nbytes,
             media_bytes=nbytes(made),
+            shared=stored.shared,
         )
         await self.coordinator.samples_done(self.name, [result])
 

@@ -24,6 +24,7 @@ from omni_async.media import Media
 from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.probe import Probe
 from omni_async.roles.api import CoordinatorForProducer, Tracer
+from omni_async.roles.trajectories import Stored, Trajectories
 from omni_async.rollout.base import EngineError, RolloutEngine, Trajectory
 from omni_async.rollout.calls import Program, draw_calls, try_program, untried
 from omni_async.store import ObjectStore, nbytes
@@ -48,21 +49,22 @@ class _Finished(NamedTuple):
     encoded: int
     shared_steps: int
 
-    def result(self, engine: str, trajectory: Any, media: Any) -> SampleResult:
+    def result(self, engine: str, trajectory: Stored, media: Any) -> SampleResult:
         """Return the coordinator's message about the sample that `engine` generated, with references to stored data."""
         return SampleResult(
             self.request.sample_id,
             engine,
-            trajectory,
+            trajectory.reference,
             media,
             version=self.versions.first,
             step_versions=self._trained(),
             started=self.started,
             finished=self.finished,
-            nbytes=nbytes(self.tensors),
+            nbytes=trajectory.nbytes,
             encoded=self.encoded,
             shared_steps=self.shared_steps,
             media_bytes=nbytes(self.media),
+            shared=trajectory.shared,
         )
 
     def _trained(self) -> VersionSpans:
@@ -113,6 +115,7 @@ class Producer:
         self._slots = asyncio.Semaphore(
             rollout.max_batch if self.config.weights.swap == "request" else rollout.max_inflight
         )
+        self._trajectories = Trajectories(self.name, self.store)
         self._storing = Coalescer(self._store_all)
         self._reporting = Coalescer(self._report_all)
 
@@ -239,7 +242,7 @@ class Producer:
 
     async def _store_all(self, finished: list[_Finished]) -> list[SampleResult]:
         """Store media separately, because scorers need only them."""
-        trajectories = self.store.put_all([sample.tensors for sample in finished])
+        trajectories = self._trajectories.put_all([sample.tensors for sample in finished])
         media = self.store.put_all([sample.media for sample in finished])
         stored = zip(finished, *await asyncio.gather(trajectories, media), strict=True)
         return [sample.result(self.name, *references) for sample, *references in stored]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from omni_async.aio.threads import DaemonThread
 from omni_async.checkpoint.state import read_state
 from omni_async.config.layout import ParallelLayout
+from omni_async.roles.trajectories import read_trajectory
 from omni_async.store import ObjectStore
 from omni_async.types import SampleDrift, TrainGroup
 from omni_async.weights.snapshot import SharedRows, Snapshot
@@ -81,7 +82,7 @@ class Rank:
         # Every rank takes both samples of a preference pair: their noise draws are dealt instead.
         dealt = range(number) if self.paired else self.layout.dealt(number, start)
         samples = dealt or range(1)
-        read = await asyncio.gather(*(self.store.get(trajectories[i]) for i in samples))
+        read = await asyncio.gather(*(read_trajectory(self.store, trajectories[i]) for i in samples))
         self._fetched[group] = _Share(samples, bool(dealt), read)
 
     async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:

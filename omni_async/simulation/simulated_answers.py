@@ -95,7 +95,7 @@ class SimulatedAnswers(SimulatedEngine):
             last, first, _, joined, request = heapq.heappop(self._running)
             spans = self._spans(first, last)
             trained = spans if request.kind == "train" else VersionSpans()
-            done = (spans.first, trained, joined, now, self._nbytes)
+            done = (spans.first, trained, joined, now, self._nbytes, 0, 0, self._media_bytes)
             ended.append(SampleResult(request.sample_id, self.name, None, None, *done))
         self._boundary = max(self._boundary, self._paused_until)
         self._busy.add(self._busy_since, now)

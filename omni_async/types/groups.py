@@ -15,13 +15,14 @@ Terminal = Literal["trained", "rejected", "dropped"]
 
 
 class ReadySample(msgspec.Struct, frozen=True, gc=False):
-    """A scored sample; `nbytes` counts its trajectory. Nothing that trains it reads its media."""
+    """A scored sample, without media, which training never reads; `nbytes` and `shared` are those of its result."""
 
     sample_id: str
     trajectory: Any
     score: Score
     step_versions: VersionSpans
     nbytes: int = 0
+    shared: tuple[tuple[str, int], ...] = ()
 
 
 class ReadyGroup(msgspec.Struct, frozen=True):

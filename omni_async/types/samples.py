@@ -130,10 +130,10 @@ class SampleResult(msgspec.Struct, frozen=True, gc=False):
 
     `step_versions` are the policy versions that took the trained steps, in call order; `version` took step 0. In a
     training sample without a window every step counts as trained, because its final latents are trained on; the steps
-    of an answer are its tokens. `nbytes` counts its trajectory, `media_bytes` its media. After the score, media that
-    will not be shown are None and have 0 bytes. `encoded`: number of its prompts that were encoded for it, not reused
-    from an earlier sample. `shared_steps`: number of its denoising steps, in all calls, that another sample took for
-    it."""
+    of an answer are its tokens. `nbytes` counts its trajectory without `shared`: names and bytes of objects that other
+    samples may share. `media_bytes` counts its media; after the score, media that will not be shown are None.
+    `encoded`: number of its prompts that were encoded for it, not reused from an earlier sample. `shared_steps`: number
+    of its denoising steps, in all calls, that another sample took for it."""
 
     sample_id: str
     engine: str
@@ -147,6 +147,7 @@ class SampleResult(msgspec.Struct, frozen=True, gc=False):
     encoded: int = 0
     shared_steps: int = 0
     media_bytes: int = 0
+    shared: tuple[tuple[str, int], ...] = ()
 
 
 class ScoreJob(msgspec.Struct, frozen=True, gc=False):

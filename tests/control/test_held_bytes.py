@@ -9,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from omni_async.config.held import is_shown, shown_of_group
+from omni_async.config.schema import Emulation
 from omni_async.control.held_bytes import Change, HeldBytes
-from tests.control.control_world import MEDIA_BYTES, SAMPLE_BYTES, Bench, make_config, now
+from omni_async.types import SampleResult, VersionSpans
+from tests.control.control_world import MEDIA_BYTES, SAMPLE_BYTES, Bench, make_config, make_result, now
 
 CONFIG = make_config()
 BOTH = SAMPLE_BYTES + MEDIA_BYTES
@@ -52,6 +55,12 @@ def test_only_samples_that_may_be_shown_keep_their_media() -> None:
         bench.hold(bench.version)
 
 
+def test_emulated_media_are_not_shown() -> None:
+    assert len(shown_of_group(CONFIG, 0, 0)) == CONFIG.rollout.group_size
+    emulated = replace(CONFIG, emulation=Emulation(profile="p.json"))
+    assert not shown_of_group(emulated, 0, 0) and not is_shown(emulated, 1)
+
+
 def test_a_round_keeps_media_of_the_samples_that_it_shows() -> None:
     rounds = {"every": 9, "samples_per_prompt": 2}
     bench = Bench(S=0, P=1, validation=rounds, images=2)
@@ -65,6 +74,21 @@ def test_a_round_keeps_media_of_the_samples_that_it_shows() -> None:
     bench.score(jobs[3:])
     (event,) = [event for event in bench.events() if event.kind == "validation"]
     assert [one.media for one in event.shown] == ["media v0.p0.s0", "media v0.p1.s0"]
+
+
+def test_what_samples_of_a_group_share_is_counted_once_until_the_last_of_them_ends() -> None:
+    bench = Bench(P=2, engines=2, retries=3)
+    first, second, *_ = bench.lease()
+    results = [replace(make_result(one, "rollout-0", (0, 0)), shared=(("text", 1000),)) for one in (first, second)]
+    for result in results:
+        now(bench.c.samples_done("rollout-0", [result]))
+        assert bytes_now(bench)[0] in (BOTH + 1000, 2 * BOTH + 1000)
+    assert bytes_now(bench)[1] == 2 * BOTH + 1000 + 6 * (BOTH + 1000), "each engine may store it for another group"
+    jobs = bench.jobs()
+    bench.fail(jobs[0], fault="replace")
+    assert bytes_now(bench)[0] == BOTH + 1000
+    bench.fail(jobs[1], fault="replace")
+    assert bytes_now(bench)[0] == 0
 
 
 def test_a_sample_beyond_its_share_ends_the_run_and_names_the_least_bound() -> None:
@@ -124,7 +148,7 @@ def test_an_update_always_has_room(
 
     def change(bucket: int, sample: int, how: Change, its: Made) -> int:
         before = held.reserved
-        held.change(bucket, sample == 0, how, its.trajectory, its.media)
+        held.change(bucket, sample == 0, how, its.result, 0)
         return max(0, held.reserved - before)
 
     for _ in range(40):
@@ -164,8 +188,13 @@ class Made(NamedTuple):
     media: int
     scored: bool = False
 
+    @property
+    def result(self) -> SampleResult:
+        """Returns the result of such a sample."""
+        return SampleResult("a", "", None, None, 0, VersionSpans(), 0, 0, self.trajectory, media_bytes=self.media)
+
 
 def end(held: HeldBytes, bucket: int, samples: list[Made | None]) -> None:
     for i, made in enumerate(samples):
         how = Change(-1, 0, 0) if made is None else Change(0, -1, -(not made.scored))
-        held.change(bucket, i == 0, how, *(made or Made(0, 0))[:2])
+        held.change(bucket, i == 0, how, made and made.result, 0)

@@ -19,6 +19,7 @@ from omni_async import cli
 from omni_async.config import load
 from omni_async.data.prompts import load_prompts
 from omni_async.plugins.families import MediaShape
+from omni_async.roles import trajectories
 from recipes.quickstart import build_preferences
 from tests.support.job_world import Run, run, trained
 
@@ -118,6 +119,15 @@ def test_exact_staleness_is_exact_and_repeatable(recipe: Path) -> None:
     ages = {line["group"]: line["staleness"] for line in first.ledger}
     assert [ages[group] for group in sorted(ages)] == [0, 0, 1, 1, 2, 2, 2, 2, 2, 2]
     weights, expected = again.weights(), first.weights()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_shared_conditioning_trains_the_same(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ("staleness.max_updates=0", "buffer.window=1", "trainer.updates=2", "trainer.optimizer.lr=1.0")
+    alone = run(recipe, *settings, "run.name=alone")
+    monkeypatch.setattr(trajectories, "SHARED_BYTES", 1)
+    shared = run(recipe, *settings, "run.name=shared")
+    weights, expected = shared.weights(), alone.weights()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 

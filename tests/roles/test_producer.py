@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from omni_async.aio.clock import ManualClock
 from omni_async.roles.producer import Producer, _Finished
+from omni_async.roles.trajectories import Stored
 from omni_async.rollout.base import EngineError
 from omni_async.rollout.calls import Draw
 from omni_async.store import LocalStore, ObjectLost
@@ -122,11 +123,11 @@ async def test_an_answer_has_the_version_of_every_token(kind, spans):
     drawn = ((0, 2), (3, 5))
     request = replace(make_request(0, window=None), kind=kind, spec=SimpleNamespace(most_tokens=9))
     finished = _Finished(request, np.zeros(1), np.zeros(1), VersionSpans(drawn), 0.0, 1.0, 1, 0)
-    result = finished.result("rollout-0", None, None)
+    result = finished.result("rollout-0", Stored(None, 0, ()), None)
     assert (result.step_versions.spans, result.version) == (spans, 0)
     plain = finished._replace(request=replace(request, spec=None, num_inference_steps=3))
     expected = ((0, 2), (3, 1)) if kind == "train" else ()
-    assert plain.result("rollout-0", None, None).step_versions.spans == expected
+    assert plain.result("rollout-0", Stored(None, 0, ()), None).step_versions.spans == expected
 
 
 async def test_leases_fill_the_engine():

@@ -14,7 +14,7 @@ from omni_async.commands.memory.published import find_model
 from omni_async.commands.memory.scorers import estimate_scorers
 from omni_async.commands.memory.trainer import MeasuredTrainer, checkpoint_bytes, estimate_trainer, rows_of
 from omni_async.config import Config, ConfigError
-from omni_async.config.held import num_with_media
+from omni_async.config.held import SHARED_BYTES, num_conditionings, num_with_media
 from omni_async.config.redact import one_line
 from omni_async.diffusion.policy import BuildsEmpty, Foreseeable, Policy, load_policy
 from omni_async.plugins.families import PipelineFamily
@@ -86,15 +86,19 @@ def _shared(config: Config, policy: Policy, measured: MeasuredTrainer) -> list[S
 def held_bytes(config: Config, policy: Policy) -> int:
     """Return the bytes of all live samples in the object store, at most.
 
-    Groups are live with a place in the replay buffer or in the trainer's update. Media are held until the score."""
-    trajectory, media = _sample(config, policy)
+    Groups are live with a place in the replay buffer or in the trainer's update. Media are held until the score, and
+    an engine's samples of a prompt share its conditioning."""
+    trajectory, conditioning, media = _sample(config, policy)
     groups = min(config.slots, config.buffer.groups + config.trainer.groups_per_update)
-    held = groups * config.rollout.group_size * trajectory + num_with_media(config, groups) * media
+    if conditioning < SHARED_BYTES:
+        trajectory, conditioning = trajectory + conditioning, 0
+    held = groups * (config.rollout.group_size * trajectory + num_conditionings(config) * conditioning)
+    held += num_with_media(config, groups) * media
     return held if config.buffer.bound is None else min(held, config.buffer.bound)
 
 
-def _sample(config: Config, policy: Policy) -> tuple[int, int]:
-    """Return the bytes of a sample's tensors, and of its media."""
+def _sample(config: Config, policy: Policy) -> tuple[int, int, int]:
+    """Return the bytes of a sample's own tensors, of its conditioning, and of its media."""
     spec, objective = largest_spec(config, policy), find_objective(config.algorithm.name)
     assert isinstance(policy, Foreseeable)
     latents = math.prod(policy.latent_shape(spec)) * 4
@@ -103,5 +107,5 @@ def _sample(config: Config, policy: Policy) -> tuple[int, int]:
     fields = trajectory_fields(objective, config)
     text = policy.long_conditioning(spec, TEXT_TOKENS).bytes()
     media = sum(math.prod(part.shape) * (4 if part.part == "audio" else 1) for part in spec.media())
-    tensors = sum(copies.get(field, 0) for field in fields) * latents + text
-    return config.rollout.calls * tensors, media
+    tensors = sum(copies.get(field, 0) for field in fields) * latents
+    return config.rollout.calls * tensors, config.rollout.calls * text, media

@@ -196,12 +196,6 @@ def test_accelerators_are_in_the_metrics_and_the_status(tmp_path):
     assert [one.workers for one in watcher.devices()] == [["trainer"]]
 
 
-def test_emulated_media_are_not_drawn(tmp_path):
-    watcher, run, console, _ = observer(tmp_path, emulation={"profile": "p.json"})
-    show(watcher, validated(2, "any"))
-    assert not list(run.samples.iterdir()) and not console.notes and console.validations == [(2, 0.5)]
-
-
 def test_a_pipe_for_metrics_is_refused(tmp_path):
     run = observer(tmp_path)[1]
     os.mkfifo(run.metrics)

@@ -19,6 +19,7 @@ from omni_async.config.section import Resources
 from omni_async.media import Media
 from omni_async.performance.profile import NOTHING, Profile, ServiceTime, write_profile
 from omni_async.records.write.rundir import RunDirectory
+from omni_async.roles.trajectories import Trajectories, read_trajectory
 from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.on_ray import cluster as ray_cluster
 from omni_async.runtime.on_ray.cluster import RayCluster
@@ -184,6 +185,15 @@ async def test_large_values_have_their_own_objects(local_ray):
     assert [len(value) for value in reversed(back)] == [1000] * 5 + [9 * 2**20, 10, 9 * 2**20]
     assert all(np.array_equal(value, given) for value, given in zip(reversed(back), small + large, strict=True))
     assert await store.put_all([]) == []
+
+
+async def test_trajectories_share_an_object_with_their_conditioning(local_ray):
+    store = RayStore()
+    made = [TensorDict({"latents": torch.full((9,), i), "conditioning": {"text": torch.ones(2**18)}}) for i in (0, 1)]
+    first, second = await Trajectories("rollout-0", store).put_all(made)
+    assert first.reference.shared == second.reference.shared and first.shared == (("rollout-0.0", 2**20),)
+    for one, wanted in zip((first, second), made, strict=True):
+        assert (await read_trajectory(store, one.reference) == wanted).all()
 
 
 def make_cluster(folder: Path, name: str = "run-1", **sections: Any) -> RayCluster:
