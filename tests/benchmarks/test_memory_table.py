@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks.memory_table import PAGE, published_recipes, row_of
+from benchmarks.memory_table import COMMENT, PAGE, comment_of, published_recipes, row_of
 
 each = pytest.mark.parametrize("recipe", published_recipes(), ids=lambda recipe: f"{recipe.parent.name}/{recipe.stem}")
 
@@ -26,8 +25,5 @@ def test_page_has_estimates(recipe: Path) -> None:
 
 @each
 def test_comment_has_the_pages_numbers(recipe: Path) -> None:
-    _, _, rollout, trainer, others, _ = line_of(recipe).split("|")
-    cells = f"rollout{rollout}trainer{trainer}{others}"
-    known = ", ".join(f"{role} {total}" for role, total in re.findall(r"(\w+) \d+ x (\d+\.\d)", cells))
-    [line] = [line for line in recipe.read_text().splitlines() if line.startswith("# Memory, estimated")]
-    assert line == f"# Memory, estimated (docs/memory.md): {known} of the 79.1 GiB of an 80 GB device."
+    [line] = [line for line in recipe.read_text().splitlines() if line.startswith(COMMENT)]
+    assert line == comment_of(recipe, line_of(recipe))
