@@ -185,6 +185,7 @@ def over(status: Status, reason: str | None = None) -> Summary:
     rounds = [Round(0, 0.25, {"ocr_exact": 0.2}), Round(2, 0.5, {"ocr_exact": 0.4})]
     counters = Counters(admitted=3, trained=3, rejected=0, dropped=0, live=0)
     made = {"images": 4000, "rewards": [0.25, 0.75], "staleness": [1, 1, 2], "counters": counters}
+    made["cpu_s"] = {"rollout": 101.4, "driver": 20.0}
     return make_summary(status=status, reason=reason, started=0.0, finished=200.0, rounds=rounds, **made)
 
 
@@ -198,6 +199,7 @@ def test_a_run_that_is_over_or_failed_is_shown_from_its_summary(tmp_path, capsys
         "reward 0.500 -> 0.500 (means of the first and the last 5 updates)",
         "validation of versions 0 to 2 (2 rounds): reward 0.250 -> 0.500, ocr_exact 0.200 -> 0.400",
         "staleness 1.3 updates on average, 2 at most; images/s 20.0",
+        "121 CPU s: rollout 101, driver 20",
         "groups: 3 admitted, 3 trained, 0 rejected, 0 dropped, 0 live",
         f"{checkpoint}; {goes_on}",
         "next:",

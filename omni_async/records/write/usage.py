@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 import psutil
 
 DRIVER, RAY = "driver", "ray"
-# Growth of resident memory after which the proportional size, whose reading is slow, is read again.
-_GROWTH = 1.01
+# Reading the proportional size takes 20 ms per gigabyte: it is read when resident memory has grown by this factor, and
+# every few measurements.
+_GROWTH, _SKIPPED = 1.01, 4
 
 
 def family_of(pid: int) -> list[psutil.Process]:
@@ -101,8 +102,7 @@ class CpuAccount:
 class UsageSampler:
     """A thread that measures this process's tree every `interval_s`, from `start` to `stop`.
 
-    `peak_bytes`: the memory when the resident sizes, which are read fast, had their largest sum. `roles`: returns the
-    roles of workers by pid; set during the run."""
+    `peak_bytes`: the largest memory. `roles`: returns the roles of workers by pid; set during the run."""
 
     def __init__(self, interval_s: float = 2.0) -> None:
         self._interval_s = interval_s
@@ -110,7 +110,7 @@ class UsageSampler:
         self._measuring = threading.Lock()
         self._thread = threading.Thread(target=self._measure_until_stopped, name="usage-sampler", daemon=True)
         self._cpu = CpuAccount()
-        self._most_resident = 0
+        self._most_resident = self._skipped = 0
         self.peak_bytes = 0
         self.roles: Callable[[], Mapping[int, str]] = dict
 
@@ -135,8 +135,9 @@ class UsageSampler:
         with self._measuring:
             family = family_of(os.getpid())
             resident = sum(map(_resident_bytes, family))
-            if resident > _GROWTH * self._most_resident:
-                self._most_resident = resident
+            self._skipped += 1
+            if resident > _GROWTH * self._most_resident or self._skipped > _SKIPPED:
+                self._most_resident, self._skipped = max(resident, self._most_resident), 0
                 self.peak_bytes = max(self.peak_bytes, pss_of(family))
             self._cpu.measure(family, self.roles())
 

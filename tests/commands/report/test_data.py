@@ -199,8 +199,9 @@ def test_runs_of_one_name_and_folder_name_are_told_apart(tmp_path):
 def test_samples_are_counted_by_what_they_are(tmp_path):
     """A summary counts generated samples, of which those of unrecorded time have no rate."""
     folder = written(tmp_path / "run", [0.5] * 12)
-    summary = make_summary(images=400, untimed_images=200, finished=110.0, rewards=[0.5] * 12)
+    summary = make_summary(images=400, untimed_images=200, finished=110.0, rewards=[0.5] * 12, cpu_s={"trainer": 30})
     write_summary(folder / "summary.json", summary)
+    assert facts(section("result", folder))["CPU seconds"] == ("30.0", "start included; trainer 30.0")
     value, detail = facts(section("result", folder))["generated samples"]
     assert (value, detail) == ("400", "2.00 per second; rejected groups included, validation not")
     assert facts(section("result", folder))["device-hours"][0] == "0.0556"

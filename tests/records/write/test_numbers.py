@@ -115,17 +115,15 @@ def test_memory_counts_descendants_once_and_only_while_they_live() -> None:
     assert sampler.cpu_s["driver"] > 0
 
 
-def test_the_proportional_size_is_read_only_after_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading it takes 20 ms per gigabyte."""
+def test_the_proportional_size_is_read_after_growth_and_every_fifth_time(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
-    monkeypatch.setattr(usage, "pss_of", lambda family: reads.append(len(family)) or 7)
+    monkeypatch.setattr(usage, "family_of", lambda pid: [])
     sampler = UsageSampler()
-    for grown in (100, 100, 50, 101, 102, 102):
-        monkeypatch.setattr(
-            usage, "_resident_bytes", lambda process, grown=grown: grown if process.pid == os.getpid() else 0
-        )
+    for number, resident in enumerate((100, 100, 50, 101, 102, 102, 102, 102, 102, 102)):
+        monkeypatch.setattr(usage, "sum", lambda sizes, resident=resident: resident, raising=False)
+        monkeypatch.setattr(usage, "pss_of", lambda family, number=number: reads.append(number) or number)
         sampler.measure()
-    assert len(reads) == 2 and sampler.peak_bytes == 7
+    assert reads == [0, 4, 9] and sampler.peak_bytes == 9
 
 
 def test_cpu_seconds_of_a_role_include_lost_workers_and_their_children() -> None:
