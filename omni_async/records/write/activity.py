@@ -86,7 +86,8 @@ class Activity:
         """Return the sums with those of the held stretches up to `end`: per slot and state, and of the overlap.
 
         The sum of a state includes the states before it."""
-        sums, busy = {}, defaultdict[str, list[Times]](list)
+        sums: dict[str, Times] = {}
+        busy: dict[str, list[Times]] = defaultdict(list)
         for slot, states in self._stretches.items():
             covered, columns = _NOTHING, []
             for state in STATES:
