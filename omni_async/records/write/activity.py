@@ -65,8 +65,8 @@ class Activity:
             if start < end and span.kind != "outage":
                 self._stretches[slot][span.kind if span.kind in WAITS else "busy"].extend((start, end))
                 self._room -= 1
-        if self._room <= 0:
-            self._settle()
+                if self._room <= 0:
+                    self._settle()
 
     def shares(self, end: float) -> dict[str, Times]:
         """Return role -> (intervals, 3), the mean shares of its workers' time up to `end` in each of `STATES`."""
