@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.arguments import EMULATED, asked, benchmark_parser, write_json
+from omni_async.aio.clock import WallClock
 from omni_async.config import Config, load
 from omni_async.config.reading import read_file
 from omni_async.records.write.attempts import Attempt
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _one(samples: int) -> Memory:
     with tempfile.TemporaryDirectory() as folder:
         config = _config(samples, folder)
-        run = RunDirectory.create(config, _Now())
+        run = RunDirectory.create(config, WallClock())
         began = time.monotonic()
         begun_mb, run_mb, results_s = run_in_virtual_time(_drive(config, run), start=time.time())
         took, results_mb = time.monotonic() - began, megabytes("VmHWM")
@@ -96,11 +97,6 @@ def _one(samples: int) -> Memory:
         report_s, report_mb = _report(run.path)
         run_s = took - results_s
         return Memory(samples, run_s, results_s, report_s, begun_mb, run_mb, results_mb, report_mb, files)
-
-
-class _Now:
-    def now(self) -> float:
-        return time.time()
 
 
 def _config(samples: int, folder: str) -> Config:

@@ -65,8 +65,8 @@ class Activity:
             if start < end and span.kind != "outage":
                 self._stretches[slot][span.kind if span.kind in WAITS else "busy"].extend((start, end))
                 self._room -= 1
-        if self._room <= 0:
-            self._settle()
+                if self._room <= 0:
+                    self._settle()
 
     def shares(self, end: float) -> dict[str, Times]:
         """Return role -> (intervals, 3), the mean shares of its workers' time up to `end` in each of `STATES`."""
@@ -86,7 +86,8 @@ class Activity:
         """Return the sums with those of the held stretches up to `end`: per slot and state, and of the overlap.
 
         The sum of a state includes the states before it."""
-        sums, busy = {}, defaultdict[str, list[Times]](list)
+        sums: dict[str, Times] = {}
+        busy: dict[str, list[Times]] = defaultdict(list)
         for slot, states in self._stretches.items():
             covered, columns = _NOTHING, []
             for state in STATES:

@@ -43,11 +43,9 @@ def test_sums_of_old_stretches_are_those_of_all_at_once(monkeypatch: pytest.Monk
     edges = [0.0, 300.0, 301.0, 950.0]
     whole = Activity(edges, spans)
     monkeypatch.setattr(activity_module, "_MOST", 200)
-    summed = Activity(edges)
-    for first in range(0, len(spans), 50):
-        summed.add(sorted(spans[first : first + 50], key=lambda span: span.end))
+    summed = Activity(edges, sorted(spans, key=lambda span: span.end))
     held = sum(len(own) // 2 for states in summed._stretches.values() for own in states.values())
-    assert held <= 250
+    assert held <= 200
     assert summed.overlap(950.0) == pytest.approx(whole.overlap(950.0))
     for role, shares in whole.shares(950.0).items():
         assert summed.shares(950.0)[role] == pytest.approx(shares)

@@ -79,7 +79,6 @@ class Sink:
     tracker cannot represent."""
 
     label = ""
-    gathers_s = 0.0  # how long metrics wait for more; 0: every call of `metrics` has one row
 
     def begin(self, version: int) -> None:
         """Mark the run as running from `version`: data of later updates is void."""
@@ -111,6 +110,11 @@ class Sink:
         """Return whether the same call would raise this error again; other errors mean that the tracker is down."""
         local = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError
         return isinstance(error, local) or not isinstance(error, OSError)  # time-outs and lost connections are OSErrors
+
+    @property
+    def gathers_s(self) -> float:
+        """How long metrics wait for more, in seconds. At 0 every call of `metrics` has one row."""
+        return 0.0
 
     @property
     def live(self) -> str:

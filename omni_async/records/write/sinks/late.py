@@ -33,7 +33,7 @@ class LateSink(Sink):
         self._opened().begin(version)
 
     @property
-    def gathers_s(self) -> float:  # type: ignore[override]
+    def gathers_s(self) -> float:
         return 0.0 if self._sink is None else self._sink.gathers_s
 
     def metrics(self, rows: Sequence[Numbers]) -> None:

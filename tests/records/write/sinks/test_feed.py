@@ -165,8 +165,12 @@ def test_too_far_behind(caplog: pytest.LogCaptureFixture):
     assert f"it lacks {1500 - len(slow.steps)} writes" in warnings(caplog)[-1]
 
 
-def test_gathered_metrics_go_together_in_order_and_refused_ones_alone(sink: Stubborn):
-    sink.gathers_s = PATIENCE
+def test_gathered_metrics_go_together_in_order_and_refused_ones_alone():
+    class Gathering(Stubborn):
+        gathers_s = PATIENCE
+
+    sink = Gathering()
+    sink.release.set()
     sink.refused = {1}
     sinks = begun(sink)
     put(sinks, range(3))
