@@ -129,7 +129,7 @@ class Reader:
         engine = RapidOCR(params={**{f"Global.{k}": v for k, v in options.items()}, **one_thread, **shape})
         logging.getLogger("RapidOCR").setLevel(logging.ERROR)
         engine(np.zeros((HEIGHT, WIDTH, 3), np.uint8), **options, use_rec=True)  # loads the model
-        self.recogniser: Any = engine.text_rec
+        self.recogniser = cast(Any, engine.text_rec)
         alphabet = self.recogniser.postprocess_op.character
         self.column = {character: i for i, character in enumerate(alphabet)}
         self.silent = [0, *(i for i, character in enumerate(alphabet) if i and character.isspace())]

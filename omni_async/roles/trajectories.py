@@ -115,5 +115,6 @@ def _digest(found: tuple[Key, TensorDict]) -> bytes:
     digest = xxhash.xxh3_128()
     for name, leaf in sorted(found[1].items(include_nested=True, leaves_only=True), key=lambda item: str(item[0])):
         digest.update(repr((name, leaf.dtype, tuple(leaf.shape))).encode())
-        digest.update(leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        data: Any = leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        digest.update(data)
     return digest.digest()
