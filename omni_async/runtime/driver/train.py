@@ -25,7 +25,7 @@ from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import Stopped, is_cancelled, unless
 from omni_async.checkpoint.folders import newest_first
 from omni_async.checkpoint.state import CheckpointError
-from omni_async.config import Config, ConfigError
+from omni_async.config import ConfigError
 from omni_async.config.changed import changed
 from omni_async.config.ray_cluster import cluster_address
 from omni_async.config.redact import redact, redact_text
@@ -42,13 +42,12 @@ from omni_async.records.write.sinks.registry import enabled, open_sinks
 from omni_async.records.write.summary import Summary
 from omni_async.records.write.usage import UsageSampler
 from omni_async.rewards.base import WrongScorer
-from omni_async.rewards.failures import told
-from omni_async.rewards.functions import PASSED, passed
 from omni_async.roles.inputs import RunInputs
 from omni_async.runtime.cluster import Cluster, PeerLost
 from omni_async.runtime.driver.callbacks import Callback
 from omni_async.runtime.driver.control_socket import ControlSocket
 from omni_async.runtime.driver.observer import Observer
+from omni_async.runtime.driver.passed_rewards import passed_rewards, pickled
 from omni_async.runtime.driver.results import Results
 from omni_async.runtime.driver.session import Ending, Interruption, Session, describe, interrupts, listen
 from omni_async.runtime.keeper import GaveUp, Restarts
@@ -61,31 +60,6 @@ EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 130}
 _FROM_PYTHON = "only omni_async.train(..., reward=...) from Python"
 # Seconds for a cluster to close, in a run that leaves at once.
 _SOON_S = 5.0
-
-
-def _passed_rewards(config: Config) -> list[str]:
-    """Return the names of rewards that Python code passed, which have no import path."""
-    scorers = config.reward.scorers if config.emulation is None else ()
-    return [one.name for one in scorers if one.name.startswith(PASSED)]
-
-
-def _pickled(config: Config, names: Sequence[str]) -> dict[str, bytes]:
-    """Pickle rewards for workers in other processes. Raises ConfigError, one line, if one cannot be pickled."""
-    if not names or config.run.runtime == "inprocess":
-        return {}
-    from omni_async.runtime.on_ray.local import prepare_driver
-
-    prepare_driver()  # before Ray is imported
-    from ray import cloudpickle
-
-    pickled = {}
-    for name in names:
-        try:
-            pickled[name] = cloudpickle.dumps(passed(name))
-        except Exception as error:  # noqa: BLE001 (pickling runs foreign code)
-            why = f"{told(error)}; create such objects inside the function, or set run.runtime=inprocess"
-            raise ConfigError(f"reward: {name} cannot be pickled for the reward workers: {why}") from None
-    return pickled
 
 
 def build_cluster(inputs: RunInputs, run: RunDirectory, attempt: int) -> Cluster:
@@ -126,8 +100,8 @@ def train(
     Raises:
         RunDirectoryError, SinkUnusableError, ConfigError: problems that only the cluster could detect, before anything
             is generated. Every other failure is in the summary's status and reason."""
-    config, clock, names = inputs.config, WallClock(), _passed_rewards(inputs.config)
-    inputs = dataclasses.replace(inputs, passed=_pickled(config, names))
+    config, clock, names = inputs.config, WallClock(), passed_rewards(inputs.config)
+    inputs = dataclasses.replace(inputs, passed=pickled(config, names))
     run = RunDirectory.create(config, clock) if inputs.run is None else RunDirectory.reopen(inputs.run)
     if inputs.run is None:
         run.append_changes(inputs.start.version, inputs.changes)
@@ -214,7 +188,7 @@ class _Run:
         )
         summary = results.write(observer, summary, command_attempt)
         refused = isinstance(ending.cause, ConfigError)
-        again = _FROM_PYTHON if _passed_rewards(self._config) else "the same command"
+        again = _FROM_PYTHON if passed_rewards(self._config) else "the same command"
         self._console.close(() if refused else _farewell(self._run, observer, summary, self._sinks or Sinks(), again))
         return summary
 
