@@ -26,6 +26,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from omni_async.accelerator import showing
+from omni_async.config.section import MOST_WORKERS
 from omni_async.records.write.devices import Device, DeviceSampler
 from omni_async.runtime.cluster import PeerLost, StartError, traceback_of
 from omni_async.runtime.start_times import BUILD, LOAD, PROCESS, Stage, StartClock
@@ -96,8 +97,14 @@ async def _traced(work: Coroutine[Any, Any, Any]) -> Any:
         raise
 
 
+# Each worker has two calls of the coordinator that wait: for work, and for the end of the run. Two roles scale to
+# MOST_WORKERS; the rest is for services and others. A waiting call takes 60 KB, a free place nothing.
+_WAITING_CALLS = 6 * MOST_WORKERS
+
+
 def actor_class() -> Any:
-    decorate: Any = ray.remote(max_concurrency=1024, concurrency_groups={"control": 256})  # type: ignore[call-overload]
+    limits: dict[str, Any] = {"max_concurrency": _WAITING_CALLS, "concurrency_groups": {"control": 256}}
+    decorate: Any = ray.remote(**limits)
     return decorate(Shell)
 
 

@@ -62,7 +62,7 @@ def host(local_ray: None) -> Iterator[Callable[..., Proxy]]:
 
 
 async def test_waiting_calls_hold_up_no_others(host):
-    waiters = 300  # more than the control door is wide
+    waiters = 1100  # more than the group `control` takes, and than Ray's default of 1,000
     meeting = host(ray_roles.Meeting)
     waiting = [asyncio.ensure_future(meeting.next_groups(i, 1)) for i in range(waiters)]
     arrived = 0
