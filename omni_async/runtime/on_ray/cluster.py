@@ -180,12 +180,8 @@ class RayCluster(Cluster):
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=placement.bundle
             )
-        if not self._is_emulated(spec):
-            # Emulated actors get no environment: Ray keeps spare processes ready only without one.
-            threads = str(placement.threads)
-            options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}}
         full_name = f"{self._run.run_id}/{self._attempt}/{name}"
-        self._handles[name] = actor_class().options(name=full_name, **options).remote(make)
+        self._handles[name] = actor_class().options(name=full_name, **options).remote(make, placement.threads)
         self._actors[name] = Proxy(name, self._handles[name], spec.waiting_calls)
         return self._actors[name]
 

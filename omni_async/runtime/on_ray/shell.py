@@ -33,10 +33,14 @@ from omni_async.runtime.cluster import PeerLost, StartError, traceback_of
 class Shell:
     """An actor around the role that `build()` creates. Becomes a Ray actor through `actor_class`.
 
-    The process and its children see the accelerators that Ray gave the actor, and no others. An exception of the role
-    goes to its caller; only this process has its traceback, and prints it."""
+    The process and its children see the accelerators that Ray gave the actor, and no others, and their numerical
+    libraries use `threads` threads. An exception of the role goes to its caller; only this process has its traceback,
+    and prints it."""
 
-    def __init__(self, build: Callable[[], Any]) -> None:
+    def __init__(self, build: Callable[[], Any], threads: int) -> None:
+        # In the process, because Ray keeps none ready for an actor with an environment. `build` imports the libraries;
+        # for NumPy, which Ray may have imported by now, Ray has set the number of the actor's CPUs.
+        os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)))
         # Ray hides no accelerators from an actor without any, and hides none at all if the cluster's owner set
         # RAY_EXPERIMENTAL_NOSET_*. Nothing has used a device yet.
         given = ray.get_runtime_context().get_accelerator_ids()

@@ -49,6 +49,13 @@ class Meeting:
         self._event.notify()
 
 
+class Counter:
+    async def threads(self) -> int:
+        import torch
+
+        return torch.get_num_threads()
+
+
 class Echo:
     async def phase(self, value: Any) -> Any:
         return value

@@ -50,8 +50,8 @@ def host(local_ray: None) -> Iterator[Callable[..., Proxy]]:
     """Provides `host(build, long)`, which starts the role in an actor; `long` calls may wait."""
     actors: list[Any] = []
 
-    def start(build: Callable[[], Any], long: str = "next_groups") -> Proxy:
-        actor = actor_class().options(num_cpus=0).remote(build)
+    def start(build: Callable[[], Any], long: str = "next_groups", threads: int = 1) -> Proxy:
+        actor = actor_class().options(num_cpus=0).remote(build, threads)
         actors.append(actor)
         return Proxy("role", actor, frozenset({long}))
 
@@ -91,6 +91,10 @@ async def test_messages_and_exceptions_arrive_as_they_were(host):
     caller = host(partial(ray_roles.Caller, echo))  # a role can be handed another one
     assert await caller.phase("hello") == ["through another", "hello"]
     assert await caller.announce(0, "") == "UnsettledError 3"
+
+
+async def test_torch_uses_the_threads_of_its_actor(host):
+    assert await host(ray_roles.Counter, threads=2).threads() == 2  # the environment of the tests says 1
 
 
 async def test_prints_of_a_worker_are_in_its_log(host, tmp_path):
