@@ -32,6 +32,7 @@ from omni_async.records.write.rundir import RunDirectory
 from omni_async.roles.api import CoordinatorForRoles, CoordinatorForService, RankApi, UpdateRule
 from omni_async.roles.emulated import EmulatedRank, EmulatedRewarder, EmulatedRule
 from omni_async.roles.inputs import RunInputs
+from omni_async.roles.libraries import look_without_unused
 from omni_async.roles.plan import plan_updates
 from omni_async.roles.preferences import PreferenceReader
 from omni_async.roles.producer import Producer
@@ -89,6 +90,11 @@ class WorkerContext:
 
             torch.set_num_threads(max(1, int(cpus)))
 
+    def prepare_libraries(self, adapters: bool = False) -> None:
+        """Import transformers and diffusers without what they do not need here. `adapters`: whether they need peft."""
+        if self.own_process:
+            look_without_unused(adapters)
+
 
 # ---- builders that the role table names ------------------------------------------------------------------------------
 
@@ -120,6 +126,7 @@ def producer(context: WorkerContext) -> Producer:
     inputs, config = context.inputs, context.config
     if inputs.profile is None and config.rollout.engine != "emulated":
         context.limit_threads(config.placement.rollout.cpus)
+        context.prepare_libraries(adapters=config.rollout.program is not None)  # a program may draw with diffusers
     engine = build_engine(config, context.name, inputs.family, inputs.profile)
     receiver = build_receiver(config, context.name, context.store)
     program = built_program(config)
@@ -149,6 +156,7 @@ def reader(context: WorkerContext) -> PreferenceReader:
 
     config = context.config
     context.limit_threads(config.placement.rollout.cpus)
+    context.prepare_libraries()
     if config.data.preferences is None:
         raise ValueError("a preference reader needs data.preferences")
     policy = load_policy(context.inputs.family, config.model.path)
@@ -176,6 +184,7 @@ def trainer(context: WorkerContext) -> Trainer | Rank:
     inputs, config, run = context.inputs, context.config, RunDirectory(context.folder)
     if inputs.profile is None:
         context.limit_threads(config.placement.trainer.cpus)
+        context.prepare_libraries(adapters=config.model.lora is not None)
     if context.worker.index is not None:
         return _rank(context, context.worker.index)
     from omni_async.roles.trainer import Trainer

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -117,6 +115,8 @@ def add_adapters(components: nn.Module, lora: Lora, seed: int, frozen: Sequence[
 
 def inject_adapters(components: nn.Module, lora: Lora, frozen: Sequence[str] = ()) -> None:
     """Add float32 adapters to frozen components, each on its layer's device. Raises ValueError like `add_adapters`."""
+    from peft import LoraConfig, inject_adapter_in_model
+
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
@@ -170,6 +170,8 @@ def _without_meta(components: nn.Module) -> Iterator[None]:
 @contextmanager
 def adapters_off(components: nn.Module) -> Iterator[None]:
     """Compute without adapters inside the context."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     # peft's own switch also clears requires_grad of the adapters, which FSDP2 must not see change; the flag alone is
     # enough.
     layers = [module for module in components.modules() if isinstance(module, BaseTunerLayer)]

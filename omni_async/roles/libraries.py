@@ -1,0 +1,58 @@
+"""Keeps transformers and diffusers from importing packages that are optional for them and that no role uses.
+
+Both look once per process for packages such as scikit-learn, and import those they find: seconds of CPU time and
+150 MB in every process that loads a model. `look_without_unused` makes them look while these packages are hidden.
+Afterwards any other code imports the packages as usual. Both also list the files of all installed packages; one list
+serves both.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+# transformers uses them for assisted generation and losses of detectors, diffusers for beta schedules and GGUF files.
+_UNUSED = ("gguf", "scipy", "sklearn")
+
+
+def look_without_unused(adapters: bool) -> None:
+    """Let transformers and diffusers look for optional packages, and find none that is unused.
+
+    Call it in a worker's process, before anything else imports them or starts a thread. A package that is imported
+    already stays visible.
+
+    Args:
+        adapters: whether diffusers shall find peft, through which it imports most of transformers."""
+    packages = _UNUSED if adapters else (*_UNUSED, "peft")
+    with _one_list_of_packages(), _hidden(packages):
+        import diffusers.utils  # noqa: F401 (it looks on import)
+        from transformers.utils import import_utils
+
+        for package in packages:
+            getattr(import_utils, f"is_{package}_available")()  # looks once, and keeps the answer
+
+
+@contextmanager
+def _hidden(packages: Sequence[str]) -> Iterator[None]:
+    """Make imports of the packages fail inside the context, unless they are imported already."""
+    blocked: dict[str, Any] = dict.fromkeys(package for package in packages if package not in sys.modules)
+    sys.modules.update(blocked)  # None is Python's own mark of a module that must not be imported
+    try:
+        yield
+    finally:
+        for package in blocked:
+            del sys.modules[package]
+
+
+@contextmanager
+def _one_list_of_packages() -> Iterator[None]:
+    listed = importlib.metadata.packages_distributions
+    importlib.metadata.packages_distributions = cache(listed)
+    try:
+        yield
+    finally:
+        importlib.metadata.packages_distributions = listed
