@@ -18,6 +18,7 @@ Train from a recipe. Every value of the YAML file can be overridden on the comma
   omni-async train recipes/quickstart/quickstart.yaml
   omni-async train recipes/quickstart/quickstart.yaml staleness.max_updates=0 run.name=sync
   omni-async train recipes/quickstart/quickstart.yaml rollout.workers=2 trainer.workers=2
+  omni-async train recipes/quickstart/quickstart.yaml --timing     # which stage of the start takes how long
 
 A run leaves a folder in run.dir (default: runs/) with its configuration, ledger, metrics, samples, checkpoints,
 timeline and summary.
@@ -26,17 +27,20 @@ timeline and summary.
 
 def add_train(commands: Any) -> None:
     """Add the command to the command line's subparsers. Imports nothing heavy."""
-    add_recipe(add_command(commands, "train", "train from a recipe", _TRAIN, f"{__name__}:train", "start"))
+    train = add_command(commands, "train", "train from a recipe", _TRAIN, f"{__name__}:train", "start")
+    add_recipe(train)
+    train.add_argument("--timing", action="store_true", help="show the seconds of the start, by process and stage")
 
 
 def train(options: argparse.Namespace) -> int:
     """Return the exit code. Raises ConfigError, one line, before anything starts."""
     from omni_async.runtime.preflight.resume import nothing_to_do
+    from omni_async.runtime.start_times import StartTiming
 
     config = load(options.recipe, options.overrides)
     if (done := nothing_to_do(config)) is not None:
         return print_line(done)
-    summary = run_to_its_end(config)
+    summary = run_to_its_end(config, timing=StartTiming(options.timing))
     from omni_async.runtime.driver.train import EXIT_CODES
 
     for problem in problems_of(summary):

@@ -21,6 +21,7 @@ from omni_async.records.write.devices import Device
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.rewards.base import WrongScorer
 from omni_async.roles.inputs import RunInputs
+from omni_async.runtime.start_times import Stage
 from omni_async.store import ObjectStore
 from omni_async.worker import COORDINATOR, TRAINER, Worker
 
@@ -68,6 +69,8 @@ class RunControl(Membership, Protocol):
 class Cluster(ABC):
     """The workers of one attempt of a run, by name. `close` frees everything and may be called at any time.
 
+    `starts`: the stages of the initial workers' starts, by name, if a worker has its own process; first those that load
+    something, in the order in which they were ready.
     `tell` receives console lines about waits; the driver sets it."""
 
     store: ObjectStore
@@ -80,6 +83,7 @@ class Cluster(ABC):
         self._run = run
         self._table = roles_of(inputs.config)
         self._actors: dict[str, Any] = {}
+        self.starts: dict[str, list[Stage]] = {}
         self.tell = lambda text: None
 
     @property

@@ -21,6 +21,7 @@ from omni_async.control.ledger import Ledger
 from omni_async.records.write.ledger_file import JsonlSink
 from omni_async.records.write.sinks.base import Ended, Sink
 from omni_async.records.write.summary import ValidationPoint
+from omni_async.runtime.start_times import Stage
 from omni_async.store import LocalStore, ObjectStore
 from omni_async.types import LedgerEntry
 from tests.support.configs import write_recipe_file
@@ -217,6 +218,7 @@ class HandCluster:
         self.coordinator: Any = Control()
         self.store: ObjectStore = LocalStore()
         self.closed = False
+        self.starts: dict[str, list[Stage]] = {}
         self.tell: Callable[[str], None] = lambda text: None
 
     async def _nothing(self, *_: Any) -> None:

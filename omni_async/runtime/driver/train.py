@@ -53,6 +53,7 @@ from omni_async.runtime.driver.results import Results
 from omni_async.runtime.driver.session import Ending, Interruption, Session, describe, interrupts, listen
 from omni_async.runtime.keeper import GaveUp, Restarts
 from omni_async.runtime.preflight.resume import newest_of_run
+from omni_async.runtime.start_times import WORKERS, StartTiming
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,7 @@ def train(
     console: Console | None = None,
     callbacks: Sequence[Callback] = (),
     begun: Callable[[RunDirectory], object] = lambda run: None,
+    timing: StartTiming | None = None,
 ) -> Summary:
     """Run to the end.
 
@@ -119,12 +121,12 @@ def train(
         console: shows the run; None: standard output.
         callbacks: called with every line of the metrics.
         begun: called with the run's folder once it exists.
+        timing: shows the stages of the start.
 
     Raises:
         RunDirectoryError, SinkUnusableError, ConfigError: problems that only the cluster could detect, before anything
             is generated. Every other failure is in the summary's status and reason."""
-    config, clock = inputs.config, WallClock()
-    names = _passed_rewards(config)
+    config, clock, names = inputs.config, WallClock(), _passed_rewards(inputs.config)
     inputs = dataclasses.replace(inputs, passed=_pickled(config, names))
     run = RunDirectory.create(config, clock) if inputs.run is None else RunDirectory.reopen(inputs.run)
     if inputs.run is None:
@@ -141,7 +143,7 @@ def train(
     memory = MemorySampler()
     memory.start()
     try:
-        return asyncio.run(_Run(inputs, run, console, memory, callbacks).to_its_end())
+        return asyncio.run(_Run(inputs, run, console, memory, callbacks, timing or StartTiming()).to_its_end())
     finally:
         memory.stop()
         console.close()
@@ -156,8 +158,10 @@ class _Run:
         console: Console,
         memory: MemorySampler,
         callbacks: Sequence[Callback],
+        timing: StartTiming,
     ) -> None:
-        self._inputs, self._callbacks = inputs, callbacks
+        self._inputs, self._callbacks, self._timing = inputs, callbacks, timing
+        timing.end("check")
         self._config = inputs.config
         self._run = run
         self._console = console
@@ -260,12 +264,15 @@ class _Run:
             cluster = await unless(interrupted.wait(), building)
             cluster.tell = self._console.phase
             await unless(interrupted.wait(), cluster.connect())
+            self._timing.end("Ray" if on_ray else "imports")
             listen(interrupted)
             if on_ray:
                 self._begin(control, interrupted, self._loading(inputs))
             await unless(interrupted.wait(), cluster.start())
+            self._timing.end(WORKERS)
             listen(interrupted)  # loading models, or libraries, may install signal handlers in this process
             await self._open_trackers(control, interrupted)
+            self._timing.show("trackers", cluster.starts, self._console.note)
             interrupted.starting = None
             offline = self._config.data.preferences is not None
             self._console.phase("reading the first preference pairs" if offline else "generating the first samples")

@@ -112,6 +112,7 @@ class RayCluster(Cluster):
 
         async def start(name: str) -> None:
             await self._actors[name].start()
+            self.starts[name] = await self._handles[name].stages.remote(True)
             loading.discard(name)
 
         async with self._startup_limit(lambda: ", ".join(sorted(loading)) or "the actors"):
@@ -121,6 +122,8 @@ class RayCluster(Cluster):
             finally:
                 reporting.cancel()
             await asyncio.gather(*(self._locate(name) for name in self._actors))
+            waiting = [name for name in self._actors if name not in self.starts]
+            self.starts |= {name: await self._handles[name].stages.remote(False) for name in waiting}
 
     async def _report(self, loading: Collection[str]) -> None:
         """Show the workers that are not ready, repeatedly: large models load for minutes."""

@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from omni_async.accelerator import showing
 from omni_async.records.write.devices import Device, DeviceSampler
 from omni_async.runtime.cluster import PeerLost, StartError, traceback_of
+from omni_async.runtime.start_times import BUILD, LOAD, PROCESS, Stage, StartClock
 
 
 class Shell:
@@ -38,6 +39,8 @@ class Shell:
     and prints it."""
 
     def __init__(self, build: Callable[[], Any], threads: int) -> None:
+        self._start = StartClock()
+        self._start.end(PROCESS)
         # In the process, because Ray keeps none ready for an actor with an environment. `build` imports the libraries;
         # for NumPy, which Ray may have imported by now, Ray has set the number of the actor's CPUs.
         os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)))
@@ -51,6 +54,7 @@ class Shell:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="role", daemon=True).start()
         self._role = asyncio.run_coroutine_threadsafe(_traced(self._make(build)), self._loop).result()
+        self._start.end(BUILD)
 
     @staticmethod
     async def _make(build: Callable[[], Any]) -> Any:
@@ -69,6 +73,13 @@ class Shell:
     @ray.method(concurrency_group="control")
     async def whereabouts(self) -> Whereabouts:
         return Whereabouts(os.getpid(), psutil.Process().create_time(), ray.get_runtime_context().get_node_id())
+
+    @ray.method(concurrency_group="control")
+    async def stages(self, loaded: bool) -> list[Stage]:
+        """Return the stages of this process's start. `loaded`: another one, in which the role has loaded, ends now."""
+        if loaded:
+            self._start.end(LOAD)
+        return self._start.stages
 
     @ray.method(concurrency_group="control")
     async def ping(self) -> list[Device]:

@@ -93,8 +93,12 @@ async def test_messages_and_exceptions_arrive_as_they_were(host):
     assert await caller.announce(0, "") == "UnsettledError 3"
 
 
-async def test_torch_uses_the_threads_of_its_actor(host):
-    assert await host(ray_roles.Counter, threads=2).threads() == 2  # the environment of the tests says 1
+async def test_an_actor_sets_its_threads_and_measures_its_start(host):
+    role = host(ray_roles.Counter, threads=2)
+    assert await role.threads() == 2  # the environment of the tests says 1
+    process, build, load = await role._actor.stages.remote(True)
+    assert (process.name, build.name, load.name) == ("process", "build", "load")
+    assert process.cpu_s > 0 and load.cpu_s > 0  # torch is imported in the last one
 
 
 async def test_prints_of_a_worker_are_in_its_log(host, tmp_path):
