@@ -232,6 +232,12 @@ def test_nothing_stays_of_a_real_ray(monkeypatch):
     local = LocalRay(1)
     local.address(4 * PATIENCE, threading.Event())
     assert [*local.folder.glob("r/session_*/logs")]
+
+    def alive() -> list[str]:
+        children = psutil.Process(local.pid).children()
+        return sorted(one.name() for one in children if one.status() != psutil.STATUS_ZOMBIE)
+
+    wait_for(lambda: alive() == ["gcs_server", "raylet"], "the end of Ray's other processes")
     local.end()
     assert not local.folder.exists()
 
