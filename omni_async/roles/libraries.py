@@ -9,11 +9,11 @@ serves both.
 from __future__ import annotations
 
 import importlib.metadata
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+
+from omni_async.plugins.hidden import hidden
 
 # transformers uses them for assisted generation and losses of detectors, diffusers for beta schedules and GGUF files.
 _UNUSED = ("gguf", "scipy", "sklearn")
@@ -28,24 +28,12 @@ def look_without_unused(adapters: bool) -> None:
     Args:
         adapters: whether diffusers shall find peft, through which it imports most of transformers."""
     packages = _UNUSED if adapters else (*_UNUSED, "peft")
-    with _one_list_of_packages(), _hidden(packages):
+    with _one_list_of_packages(), hidden(packages):
         import diffusers.utils  # noqa: F401 (it looks on import)
         from transformers.utils import import_utils
 
         for package in packages:
             getattr(import_utils, f"is_{package}_available")()  # looks once, and keeps the answer
-
-
-@contextmanager
-def _hidden(packages: Sequence[str]) -> Iterator[None]:
-    """Make imports of the packages fail inside the context, unless they are imported already."""
-    blocked: dict[str, Any] = dict.fromkeys(package for package in packages if package not in sys.modules)
-    sys.modules.update(blocked)  # None is Python's own mark of a module that must not be imported
-    try:
-        yield
-    finally:
-        for package in blocked:
-            del sys.modules[package]
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from omni_async.aio.threads import in_daemon_thread
 from omni_async.config.redact import one_line
 from omni_async.diffusion.policy import load_policy
 from omni_async.plugins.families import PipelineFamily
+from omni_async.plugins.hidden import hidden
 from omni_async.rollout.base import EngineError, StagedVersion, Trajectory
 from omni_async.rollout.payloads import Staged, take_in
 from omni_async.rollout.stepping import check_request
@@ -37,6 +38,8 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TQDM_DISABLE": "1",
 }
+# Optional for vLLM, which tabulates profiles with one and resamples sound with the other.
+_UNUSED = ("pandas", "scipy")
 # Concurrent requests arrive one at a time. In request batching, a request that arrives after its batch has begun waits
 # for all of it. So a batch begins when it is full, after a fifth of this time without a request, or after this time.
 _GATHER_MS = 20.0
@@ -99,7 +102,9 @@ class VllmOmniEngine:
 
     def _build(self) -> Any:
         from transformers.utils.logging import disable_progress_bar
-        from vllm_omni import AsyncOmni
+
+        with hidden(_UNUSED):
+            from vllm_omni import AsyncOmni
         from vllm_omni.diffusion.registry import register_diffusion_model
 
         from omni_async.rollout.vllm_worker import pass_through

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from omni_async.roles.libraries import _hidden, look_without_unused
+from omni_async.plugins.hidden import hidden
+from omni_async.roles.libraries import look_without_unused
 
 # colorsys: of the standard library, and used by nothing here
 _LOAD = f"""
@@ -22,7 +23,8 @@ import scipy.stats, sklearn
 
 
 def test_a_hidden_package_is_absent_until_the_end():
-    with _hidden(["colorsys", "pytest"]):
+    sys.modules.pop("colorsys", None)
+    with hidden(["colorsys", "pytest"]):
         assert importlib.util.find_spec("colorsys") is None
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module("colorsys")

@@ -16,6 +16,7 @@ if find_spec("vllm_omni") is None:  # its import takes seconds in each process t
 
 from omni_async.config.engine_args import SET_BY_THE_RUN
 from omni_async.plugins.families import find_family
+from omni_async.rollout import vllm_omni_engine
 from omni_async.rollout.base import EngineError
 from omni_async.rollout.factory import build_engine
 from omni_async.rollout.vllm_omni_engine import VllmOmniEngine
@@ -28,6 +29,19 @@ def engine(checkpoint: str, dtype: str = "float32", **rollout: Any) -> VllmOmniE
     built = build_engine(given, "e0", find_family("qwen_image"))
     assert isinstance(built, VllmOmniEngine)
     return built
+
+
+def test_vllm_does_not_find_packages_that_it_can_do_without(checkpoint, tmp_path, monkeypatch):
+    fake = "from importlib.util import find_spec\nfound = find_spec('unneeded')\nAsyncOmni = None\n"
+    (tmp_path / "unneeded.py").touch()
+    (tmp_path / "vllm_omni.py").write_text(fake)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_omni"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(vllm_omni_engine, "_UNUSED", ("unneeded",))
+    with pytest.raises(ModuleNotFoundError, match=r"vllm_omni\.diffusion"):
+        engine(checkpoint)._build()
+    assert sys.modules.pop("vllm_omni").found is None and find_spec("unneeded") is not None
 
 
 @pytest.fixture

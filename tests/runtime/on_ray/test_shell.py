@@ -44,7 +44,9 @@ class Role:
 def host(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Shell]:
     monkeypatch.setattr(shell.ray, "get_runtime_context", lambda: SimpleNamespace(get_accelerator_ids=dict))
     monkeypatch.setattr(shell, "showing", lambda given: {})
-    return Shell
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")  # the shell sets it in this process
+    return lambda build: Shell(build, 1)
 
 
 async def test_waiters_for_one_exception_print_its_traceback_once(host, capsys):
