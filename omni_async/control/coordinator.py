@@ -98,8 +98,7 @@ class Coordinator:
             free: how many more samples it can take now.
             capacity: how many it can hold in all.
             done: samples that it has generated, as for `samples_done`; `activity`: since its last message."""
-        if activity is not None:
-            await self.report(engine, activity)
+        await self.report(engine, activity)
         if done:
             await self.samples_done(engine, done)
         while self.versions.of(engine) < 0 and self.versions.knows(engine) and not self._plane.closed:
@@ -112,8 +111,7 @@ class Coordinator:
         self, engine: str, results: Sequence[SampleResult], activity: Activity | None = None
     ) -> None:
         """Take generated samples. Raises the error of an invalid result; its sample is generated again."""
-        if activity is not None:
-            await self.report(engine, activity)
+        await self.report(engine, activity)
         frees = self._samples.bytes.bound is not None  # they may be smaller than their reservation
         for result in results:
             sample = self._samples.answered(engine, result.sample_id)
@@ -158,8 +156,7 @@ class Coordinator:
         """Return up to `limit` generated samples; an empty list if the run is over or this worker has left.
 
         `done`: answers about earlier samples, as for `scored`. `activity`: since its last message."""
-        if activity is not None:
-            await self.report(worker, activity)
+        await self.report(worker, activity)
         if done:
             self._plane.scored(worker, done)
         self._samples.faults.end_outage(worker)
@@ -169,8 +166,7 @@ class Coordinator:
 
     async def scored(self, worker: str, results: Sequence[ScoreResult], activity: Activity | None = None) -> None:
         """Record scores and failures."""
-        if activity is not None:
-            await self.report(worker, activity)
+        await self.report(worker, activity)
         self._plane.scored(worker, results)
 
     async def scorer_wrong(self, reason: str) -> bool:
@@ -348,11 +344,11 @@ class Coordinator:
         """Return the events since the last call, at least one."""
         return await self._plane.log.take()
 
-    async def report(self, worker: str, activity: Activity) -> None:
+    async def report(self, worker: str, activity: Activity | None) -> None:
         """Pass a worker's spans of time to the driver, and add the counts of its scorers."""
-        if activity.spans:
+        if activity is not None and activity.spans:
             self._plane.log.add("spans", {"spans": activity.spans})
-        if activity.scorers:
+        if activity is not None and activity.scorers:
             self._scorers.add(worker, activity.scorers)
 
     async def phase(self, text: str) -> None:
