@@ -213,10 +213,13 @@ class Workers(Roles):
     async def play(self) -> None:
         """Work until cancelled."""
         config, peers = self._config, (self._coordinator, self._store, self._clock)
-        reward = lambda: LoadedReward.load(config.reward, build=lambda *_: LightScorer())  # noqa: E731
         producers = [Producer(engine.name, config, engine, *peers) for engine in self._engines]  # type: ignore[arg-type]
-        rewarders = [Rewarder(f"reward-{i}", config, reward(), *peers) for i in range(config.reward.workers)]
-        working = [worker.run() for worker in (*producers, *rewarders)] + [engine.work() for engine in self._engines]
+        rewards = [
+            LoadedReward.load(config.reward, build=lambda *_: LightScorer()) for _ in range(config.reward.workers)
+        ]
+        rewarders = [Rewarder(f"reward-{i}", config, reward, *peers) for i, reward in enumerate(rewards)]
+        roles: list[Producer | Rewarder] = [*producers, *rewarders]
+        working = [role.run() for role in roles] + [engine.work() for engine in self._engines]
         async with asyncio.TaskGroup() as tasks:
             for work in (self._driver(), self._trainer(), *working):
                 tasks.create_task(work)
@@ -263,7 +266,10 @@ def table(records: Sequence[Record]) -> Table:
         made.add_column(heading, justify="right")
     for arm in dict.fromkeys((record.engines, record.batch, record.rate) for record in records):
         readings = [one.reading for one in records if (one.engines, one.batch, one.rate) == arm]
-        middle = lambda value, of=readings: statistics.median(map(value, of))  # noqa: E731
+
+        def middle(value: Callable[[Reading], float], of: Sequence[Reading] = readings) -> float:
+            return statistics.median(map(value, of))
+
         made.add_row(
             str(arm[0]),
             str(arm[1]),

@@ -121,7 +121,7 @@ def test_what_is_missing_or_cut_off_is_an_error_and_no_number(tmp_path):
             measure(run.path, given.config)
     run, _ = world.write_run(given, *world.sync_spans(12))
     run.trace.write_text(json.dumps({"traceEvents": [{"ph": "X"}]}))
-    with pytest.raises(NotMeasurableError, match="missing required field `name`"):
+    with pytest.raises(NotMeasurableError, match="is no timeline that a run wrote"):
         measure(run.path, given.config)
 
 
