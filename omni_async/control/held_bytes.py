@@ -57,7 +57,7 @@ class HeldBytes:
         return self._reserved(0, 0, 0)
 
     def _reserved(self, bucket: int, count: int, shown: int) -> int:
-        """Return the reserved bytes with `count` more samples of the bucket, `shown` of which keep their media."""
+        """Return the reserved bytes with `count` more samples of the bucket, and `shown` of them keep their media."""
         expected = sum(self._num_expected.values()) + count
         shown += self._num_expected_shown
         media = shown + min(expected - shown, max(0, self._places - self._num_unscored))
@@ -69,12 +69,12 @@ class HeldBytes:
         return self._largest.get(bucket, max(0, without_media) // self._samples_per_update)
 
     def has_room(self, bucket: int, count: int, shown: int) -> bool:
-        """Return whether there is room for `count` more samples of the bucket, `shown` of which keep their media."""
+        """Return whether there is room for `count` more samples of the bucket, and `shown` of them keep their media."""
         fits = self.bound is None or self._reserved(bucket, count, shown) <= self.bound
         return fits or self._num_live + count <= self._samples_per_update
 
     def reserve(self, bucket: int, count: int, shown: int) -> None:
-        """Expect `count` more samples of the bucket, `shown` of which keep their media."""
+        """Expect `count` more samples of the bucket, and `shown` of them keep their media."""
         self._num_live += count
         self._num_expected[bucket] += count
         self._num_expected_shown += shown

@@ -69,8 +69,8 @@ class RunControl(Membership, Protocol):
 class Cluster(ABC):
     """The workers of one attempt of a run, by name. `close` frees everything and may be called at any time.
 
-    `starts`: the stages of the initial workers' starts, by name, if a worker has its own process; first those that load
-    something, in the order in which they were ready.
+    `starts`: the stages of the initial workers' starts, by name, for workers with their own process. Workers that load
+    something come first, in the order of their readiness.
     `tell` receives console lines about waits; the driver sets it."""
 
     store: ObjectStore

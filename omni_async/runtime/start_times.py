@@ -29,7 +29,7 @@ class StartClock:
         self.stages: list[Stage] = []
 
     def end(self, name: str) -> None:
-        """End a stage, which began at the end of the one before."""
+        """End a stage, which began when the previous stage ended."""
         now = self._clock.now(), self._cpu_s()
         self.stages.append(Stage(name, *(max(0.0, b - a) for a, b in zip(self._last, now, strict=True))))
         self._last = now
@@ -57,21 +57,21 @@ class StartTiming:
         if self._wanted:
             self._driver.end(stage)
 
-    def show(self, stage: str, workers: Mapping[str, Sequence[Stage]], tell: Callable[[str], None]) -> None:
+    def show(self, stage: str, workers: Mapping[str, Sequence[Stage]], show_line: Callable[[str], None]) -> None:
         """End the last stage; show the total, the stages of each process, and the slowest path through them.
 
         Args:
             stage: the last one of this process.
-            workers: their stages by name; those that load something come in the order in which they were ready.
-            tell: receives each line."""
+            workers: their stages by name. Workers that load something come in the order of their readiness.
+            show_line: receives each line."""
         if not self._wanted:
             return
         self.end(stage)
         self._wanted = False
         driver = self._driver.stages
-        tell(f"start-up took {sum(stage.wall_s for stage in driver):.1f} s; CPU seconds in brackets")
+        show_line(f"start-up took {sum(stage.wall_s for stage in driver):.1f} s; CPU seconds in brackets")
         for name, stages in {"driver": driver, **workers}.items():
-            tell(f"{name}: " + ", ".join(f"{one.name} {one.wall_s:.1f} s ({one.cpu_s:.1f})" for one in stages))
+            show_line(f"{name}: " + ", ".join(f"{one.name} {one.wall_s:.1f} s ({one.cpu_s:.1f})" for one in stages))
         loaded = [name for name, stages in workers.items() if stages[-1].name == LOAD]
         path = (f"{loaded[-1] if loaded and one.name == WORKERS else one.name} {one.wall_s:.1f} s" for one in driver)
-        tell(f"slowest path: {', '.join(path)}")
+        show_line(f"slowest path: {', '.join(path)}")

@@ -78,7 +78,7 @@ class Activity:
         return {role: np.mean(rows, axis=0) for role, rows in sorted(per_role.items())}
 
     def overlap(self, end: float) -> float:
-        """Return the share of the time up to `end` in which two or more of rollout, reward and trainer were busy."""
+        """Return the share of the time up to `end` when two or more of rollout, reward and trainer were busy."""
         wall = end - float(self._edges[0])
         return self._with(end)[1] / wall if wall > 0 else 0.0
 

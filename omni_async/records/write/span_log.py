@@ -73,7 +73,7 @@ class SpanLog:
         return [span for span in self._recent if span.end >= since]
 
     def newest(self, most: int) -> list[Span]:
-        """Return up to `most` spans, those that arrived last, in the order of arrival."""
+        """Return the last `most` spans, in the order of arrival."""
         return [*self._from(max(0, self._length - most))]
 
     def _from(self, first: int) -> Iterator[Span]:

@@ -77,7 +77,7 @@ class Shell:
 
     @ray.method(concurrency_group="control")
     async def stages(self, loaded: bool) -> list[Stage]:
-        """Return the stages of this process's start. `loaded`: another one, in which the role has loaded, ends now."""
+        """Return the stages of this process's start. `loaded`: the role has loaded, so that stage ends now."""
         if loaded:
             self._start.end(LOAD)
         return self._start.stages
