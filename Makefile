@@ -15,8 +15,8 @@ TORCH := $(TORCH_$(EXTRA))
 PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 BIN := $(VENV)/bin
-# Half of a test run is waiting: for kills to be noticed, for Ray and engines to start. Two processes take turns; a file's tests share what they start.
-WORKERS ?= 2
+# A quarter of a test run is waiting: for kills to be noticed, for Ray and engines to start. Three processes keep two cores busy; a file's tests share what they start.
+WORKERS ?= 3
 # Tests start hundreds of processes: with this variable each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 # A test that fails is run once more, alone, at the end (tests/support/second_try.py).

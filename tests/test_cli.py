@@ -267,7 +267,7 @@ UNWRITTEN = "omni-async: not everything could be written: trace.json (No space l
     ],
 )
 def test_exit_codes(recipe, monkeypatch, capsys, outcome, code, said):
-    def train(inputs: Any) -> Any:
+    def train(inputs: Any, timing: Any) -> Any:
         if isinstance(outcome, BaseException):
             raise outcome
         return SimpleNamespace(**{"reason": None, "unwritten": {}} | outcome)

@@ -101,9 +101,11 @@ class VllmOmniEngine:
         return WeightReport(engine=self.name, version=held["version"], digest=held["digest"], uses=held["uses"])
 
     def _build(self) -> Any:
+        from transformers.utils import is_scipy_available
         from transformers.utils.logging import disable_progress_bar
 
-        with hidden(_UNUSED):
+        # Only if transformers looked without SciPy as well (`roles.libraries`): else it imports SciPy here.
+        with hidden(() if is_scipy_available() else _UNUSED):
             from vllm_omni import AsyncOmni
         from vllm_omni.diffusion.registry import register_diffusion_model
 

@@ -31,7 +31,8 @@ def engine(checkpoint: str, dtype: str = "float32", **rollout: Any) -> VllmOmniE
     return built
 
 
-def test_vllm_does_not_find_packages_that_it_can_do_without(checkpoint, tmp_path, monkeypatch):
+@pytest.mark.parametrize("scipy", [False, True])
+def test_vllm_does_not_find_packages_that_transformers_did_not_look_for(checkpoint, tmp_path, monkeypatch, scipy):
     fake = "from importlib.util import find_spec\nfound = find_spec('unneeded')\nAsyncOmni = None\n"
     (tmp_path / "unneeded.py").touch()
     (tmp_path / "vllm_omni.py").write_text(fake)
@@ -39,9 +40,10 @@ def test_vllm_does_not_find_packages_that_it_can_do_without(checkpoint, tmp_path
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_omni"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(vllm_omni_engine, "_UNUSED", ("unneeded",))
+    monkeypatch.setattr("transformers.utils.is_scipy_available", lambda: scipy)
     with pytest.raises(ModuleNotFoundError, match=r"vllm_omni\.diffusion"):
         engine(checkpoint)._build()
-    assert sys.modules.pop("vllm_omni").found is None and find_spec("unneeded") is not None
+    assert (sys.modules.pop("vllm_omni").found is not None) == scipy and find_spec("unneeded") is not None
 
 
 @pytest.fixture

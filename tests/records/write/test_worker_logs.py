@@ -132,7 +132,7 @@ _REWARD = """
 import logging
 def loud(images, prompts):
     for prompt in prompts:
-        print("scoring", prompt.text)
+        print("judging", prompt.text)
     logging.getLogger("loud").warning("a warning of the scorer")
     return [number / 10 for number, _ in enumerate(images)]
 """
@@ -144,14 +144,14 @@ def test_workers_of_a_run_in_one_process_have_logs(tmp_path: Path, checkpoint: s
     (tmp_path / "loud.py").write_text(_REWARD)
     made = run(recipe, "trainer.updates=1", f"reward.scorers=[{{name: {tmp_path / 'loud.py'}:loud}}]")
     shown = capsys.readouterr()
-    assert "scoring the digit 7" in shown.out
+    assert "judging the digit 7" in shown.out
     lines = (made.path / "logs" / "reward-0.log").read_text().splitlines()
-    scored = [line for line in lines if line.startswith("scoring ")]
-    assert len(scored) == shown.out.count("scoring ") >= 8
+    scored = [line for line in lines if line.startswith("judging ")]
+    assert len(scored) == shown.out.count("judging ") >= 8
     assert "update 1/1" in shown.out and not any("update 1/1" in line for line in lines)
     assert "update 1/1" in (made.path / "logs" / "driver.log").read_text()
     assert main(["logs", str(made.path), "reward", "--lines", "1000"]) == 0
-    assert capsys.readouterr().out.count("reward-0 | scoring ") == len(scored)
+    assert capsys.readouterr().out.count("reward-0 | judging ") == len(scored)
 
 
 def test_the_console_is_logged_with_its_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
