@@ -131,7 +131,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: WorkerController) -> None:
-    """Gives each process of `-n 2` the same slice: they must collect the same tests."""
+    """Gives each process of `-n` the same slice: they must collect the same tests."""
     chosen = node.config.stash[_SLICE]
     node.workerinput["slice"] = (chosen.seed, chosen.whole)
 
