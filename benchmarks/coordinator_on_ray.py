@@ -244,7 +244,7 @@ def config_of(engines: int, batch: int) -> Config:
 
 async def measure(engines: int, batch: int, rate: float, seconds: float, ledger: Path) -> Reading:
     config = config_of(engines, batch)
-    actor = actor_class().options(num_cpus=0).remote(partial(Measured, config, ledger))
+    actor = actor_class().options(num_cpus=0).remote(partial(Measured, config, ledger), 1)
     coordinator = Proxy(COORDINATOR, actor, roles_of(config)[COORDINATOR].waiting_calls)
     working = asyncio.ensure_future(Workers(config, coordinator, RayStore(), batch, rate).play())
     live = (_BUDGET + 1) * config.trainer.groups_per_update * config.rollout.group_size
