@@ -89,15 +89,17 @@ class HeldBytes:
             result: the sample, if it is generated.
             alone: bytes of shared objects that no other sample of its group holds."""
         expected, own, unscored = change
-        self._num_live += expected + own
-        self._num_expected[bucket] += expected
-        if shown:
-            self._num_expected_shown += expected
-        else:
+        if unscored and not shown and result is not None:
             self._num_unscored += unscored
-        if result is None:
+            self._held += unscored * result.media_bytes
+        if expected:
+            self._num_expected[bucket] += expected
+            if shown:
+                self._num_expected_shown += expected
+        self._num_live += expected + own
+        if not own or result is None:
             return
-        self._held += own * (result.nbytes + alone) + (own if shown else unscored) * result.media_bytes
+        self._held += own * (result.nbytes + alone + (result.media_bytes if shown else 0))
         if own > 0:
             if self._held > self._most:
                 self._most = self._held

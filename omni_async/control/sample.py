@@ -151,7 +151,7 @@ class Sample:
 
     def release_media(self) -> None:
         """Forget the media, which no scorer needs any more, unless they may be shown."""
-        if self.result is not None and not self.shown:
+        if not self.shown and self.result is not None and self.result.media is not None:
             self.result = replace(self.result, media=None, media_bytes=0)
 
     def job(self, alone: bool = False) -> ScoreJob:
