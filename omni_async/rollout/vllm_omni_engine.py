@@ -101,7 +101,7 @@ class VllmOmniEngine:
         return WeightReport(engine=self.name, version=held["version"], digest=held["digest"], uses=held["uses"])
 
     def _build(self) -> Any:
-        from transformers.utils import is_scipy_available
+        from transformers.utils.import_utils import is_scipy_available
         from transformers.utils.logging import disable_progress_bar
 
         # Only if transformers looked without SciPy as well (`roles.libraries`): else it imports SciPy here.

@@ -40,7 +40,7 @@ def test_vllm_does_not_find_packages_that_transformers_did_not_look_for(checkpoi
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_omni"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(vllm_omni_engine, "_UNUSED", ("unneeded",))
-    monkeypatch.setattr("transformers.utils.is_scipy_available", lambda: scipy)
+    monkeypatch.setattr("transformers.utils.import_utils.is_scipy_available", lambda: scipy)
     with pytest.raises(ModuleNotFoundError, match=r"vllm_omni\.diffusion"):
         engine(checkpoint)._build()
     assert (sys.modules.pop("vllm_omni").found is not None) == scipy and find_spec("unneeded") is not None
