@@ -90,10 +90,10 @@ class WorkerContext:
 
             torch.set_num_threads(max(1, int(cpus)))
 
-    def prepare_libraries(self, adapters: bool = False) -> None:
-        """Import transformers and diffusers without what they do not need here. `adapters`: whether they need peft."""
+    def prepare_libraries(self) -> None:
+        """Import transformers and diffusers without packages that no role uses."""
         if self.own_process:
-            look_without_unused(adapters)
+            look_without_unused()
 
 
 # ---- builders that the role table names ------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def producer(context: WorkerContext) -> Producer:
     inputs, config = context.inputs, context.config
     if inputs.profile is None and config.rollout.engine != "emulated":
         context.limit_threads(config.placement.rollout.cpus)
-        context.prepare_libraries(adapters=config.rollout.program is not None)  # a program may draw with diffusers
+        context.prepare_libraries()
     engine = build_engine(config, context.name, inputs.family, inputs.profile)
     receiver = build_receiver(config, context.name, context.store)
     program = built_program(config)
@@ -184,7 +184,7 @@ def trainer(context: WorkerContext) -> Trainer | Rank:
     inputs, config, run = context.inputs, context.config, RunDirectory(context.folder)
     if inputs.profile is None:
         context.limit_threads(config.placement.trainer.cpus)
-        context.prepare_libraries(adapters=config.model.lora is not None)
+        context.prepare_libraries()
     if context.worker.index is not None:
         return _rank(context, context.worker.index)
     from omni_async.roles.trainer import Trainer

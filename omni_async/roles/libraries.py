@@ -15,24 +15,21 @@ from functools import cache
 
 from omni_async.plugins.hidden import hidden
 
-# transformers uses them for assisted generation and losses of detectors, diffusers for beta schedules and GGUF files.
-_UNUSED = ("gguf", "scipy", "sklearn")
+# transformers uses them for assisted generation and losses of detectors, diffusers for beta schedules. peft and gguf
+# stay visible: another package's family may load adapters or GGUF files through diffusers.
+_UNUSED = ("scipy", "sklearn")
 
 
-def look_without_unused(adapters: bool) -> None:
+def look_without_unused() -> None:
     """Let transformers and diffusers look for optional packages, and find none that is unused.
 
     Call it in a worker's process, before anything else imports them or starts a thread. A package that is imported
-    already stays visible.
-
-    Args:
-        adapters: whether diffusers shall find peft, through which it imports most of transformers."""
-    packages = _UNUSED if adapters else (*_UNUSED, "peft")
-    with _one_list_of_packages(), hidden(packages):
+    already stays visible."""
+    with _one_list_of_packages(), hidden(_UNUSED):
         import diffusers.utils  # noqa: F401 (it looks on import)
         from transformers.utils import import_utils
 
-        for package in packages:
+        for package in _UNUSED:
             getattr(import_utils, f"is_{package}_available")()  # looks once, and keeps the answer
 
 

@@ -14,10 +14,10 @@ from omni_async.roles.libraries import look_without_unused
 _LOAD = f"""
 import sys
 from {look_without_unused.__module__} import look_without_unused
-look_without_unused(adapters=False)
+look_without_unused()
 from diffusers.models.transformers import QwenImageTransformer2DModel
 from transformers import GenerationMixin
-print(*sorted({{"gguf", "pandas", "peft", "scipy", "sklearn"}} & {{*sys.modules}}))
+print(*sorted({{"pandas", "scipy", "sklearn"}} & {{*sys.modules}}))
 import scipy.stats, sklearn
 """
 
