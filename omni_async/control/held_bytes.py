@@ -2,11 +2,11 @@
 
 Bytes are reserved *before* work begins, for a whole group at its admission, so a finished sample never waits for room.
 A trajectory's expected size is the largest of its bucket so far, with a part of the conditioning that a group's samples
-share. Media are expected as large as the largest so far.
-Media of samples to be generated are expected for as many as have a place in the trajectory buffer, and for samples that
-will be shown. In a bucket without a finished sample a trajectory has the full share: the bound without media, divided
-by the samples of one update. An update's groups are always held together. If the largest sizes leave no room for them,
-the bound is too small, and the run ends.
+share. Media are expected as large as the largest so far, of every sample that will be shown, and of as many others as
+have a place in the trajectory buffer: a scored sample may be lost, and needs its media again. In a bucket without a
+finished sample a trajectory has the full share: the bound without media, divided by the samples of one update. An
+update's groups are always held together. If the largest sizes leave no room for them, the bound is too small, and the
+run ends.
 
 So an update's groups always have room: the trainer never waits for a group that the bound keeps out. Samples of an
 ended group count until their engines have answered or are lost; then the next group is admitted. This class only
@@ -19,7 +19,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from omni_async.config import Config
-from omni_async.config.held import num_conditionings, num_with_media
+from omni_async.config.held import num_conditionings, num_shown, num_with_media
 from omni_async.config.section import size_text
 from omni_async.types import SampleResult
 
@@ -41,9 +41,10 @@ class HeldBytes:
         self.bound = config.buffer.bound
         self._samples_per_update = config.trainer.groups_per_update * config.rollout.group_size
         self._with_media = num_with_media(config, config.trainer.groups_per_update)  # of the samples of an update
+        self._num_shown = num_shown(config)  # of the samples of an update
         self._places = config.buffer.trajectories
         self._group_size, self._num_conditionings = config.rollout.group_size, num_conditionings(config)
-        self._num_live = 0
+        self._num_live = self._num_live_shown = 0
         self._num_expected: dict[int, int] = defaultdict(int)  # samples to be generated, by bucket
         self._num_expected_shown = 0  # those of them that keep their media
         self._num_unscored = 0  # samples that hold media until their score
@@ -58,9 +59,8 @@ class HeldBytes:
 
     def _reserved(self, bucket: int, count: int, shown: int) -> int:
         """Return the reserved bytes with `count` more samples of the bucket, and `shown` of them keep their media."""
-        expected = sum(self._num_expected.values()) + count
-        shown += self._num_expected_shown
-        media = shown + min(expected - shown, max(0, self._places - self._num_unscored))
+        others = self._num_live - self._num_live_shown + count - shown
+        media = self._num_expected_shown + shown + max(0, min(others, self._places) - self._num_unscored)
         trajectories = sum(number * self._size(each) for each, number in self._num_expected.items() if number)
         return self._held + trajectories + count * self._size(bucket) + media * self._largest_media
 
@@ -68,14 +68,23 @@ class HeldBytes:
         without_media = (self.bound or 0) - self._with_media * self._largest_media
         return self._largest.get(bucket, max(0, without_media) // self._samples_per_update)
 
+    def may_show(self, count: int, shown: int) -> bool:
+        """Return whether `shown` of `count` more samples may keep their media.
+
+        Groups that replace rejected groups may have the same place in an update, so too many samples would be shown."""
+        updates = -(-(self._num_live + count) // self._samples_per_update)
+        return self._num_live_shown + shown <= updates * self._num_shown
+
     def has_room(self, bucket: int, count: int, shown: int) -> bool:
-        """Return whether there is room for `count` more samples of the bucket, and `shown` of them keep their media."""
+        """Return whether there is room for `count` more samples of the bucket, `shown` of them to be shown."""
+        shown = shown if self.may_show(count, shown) else 0
         fits = self.bound is None or self._reserved(bucket, count, shown) <= self.bound
         return fits or self._num_live + count <= self._samples_per_update
 
     def reserve(self, bucket: int, count: int, shown: int) -> None:
         """Expect `count` more samples of the bucket, and `shown` of them keep their media."""
         self._num_live += count
+        self._num_live_shown += shown
         self._num_expected[bucket] += count
         self._num_expected_shown += shown
 
@@ -94,9 +103,10 @@ class HeldBytes:
             self._held += unscored * result.media_bytes
         if expected:
             self._num_expected[bucket] += expected
-            if shown:
-                self._num_expected_shown += expected
         self._num_live += expected + own
+        if shown:
+            self._num_expected_shown += expected
+            self._num_live_shown += expected + own
         if not own or result is None:
             return
         self._held += own * (result.nbytes + alone + (result.media_bytes if shown else 0))

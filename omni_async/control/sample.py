@@ -104,6 +104,12 @@ class SampleSet:
         self.times = Times()
         self._num_sharers: Counter[str] = Counter()
 
+    def show_none(self) -> None:
+        """Let no sample keep its media after the score."""
+        self.num_shown = 0
+        for sample in self.samples:
+            sample.shown = False
+
     def share(self, result: SampleResult, own: int) -> int:
         """Record that a sample begins (1) or ends (-1) to hold its result.
 

@@ -159,6 +159,8 @@ class SampleTable:
         owner.times.admitted = now = self._now()
         self.at_engines[owner.kind].change(len(owner.samples), 0, now)
         if owner.kind == "train":
+            if not self.bytes.may_show(len(owner.samples), owner.num_shown):
+                owner.show_none()
             self.bytes.reserve(owner.bucket, len(owner.samples), owner.num_shown)
         for sample in owner.samples:
             self.samples[sample.request.sample_id] = sample

@@ -574,8 +574,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert held == counted["ready"] <= counted["reserved"], "counted here, and by the coordinator"
         assert bound is None or counted["reserved"] <= bound
         samples = self.live_samples() | set(self.at_engines)
-        to_show = set(filter(self.is_shown, samples - set(made)))
-        media = len(to_show) + min(len(samples - set(made) - to_show), places - len(unscored))
+        to_show = set(filter(self.is_shown, samples))
+        media = len(to_show - set(made)) + min(len(samples - to_show), places) - len(unscored)
         expected = media * MEDIA_BYTES * bool(self.sizes)
         assert counted["reserved"] == sum(map(self.size_of, samples)) + held - sum(map(self.size_of, made)) + expected
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import av
 import numpy as np
+import psutil
 import pytest
 import soundfile
 from PIL import Image
@@ -138,13 +139,14 @@ def test_cpu_seconds_of_a_role_include_lost_workers_and_their_children() -> None
     with subprocess.Popen(**command) as first, subprocess.Popen(**command) as other:
         for one in (first, other):
             assert one.stdout is not None and one.stdout.readline() == b"up\n"
-        account.measure(family_of(os.getpid()), {first.pid: "rollout"})
+        family = [psutil.Process(), *family_of(first.pid), *family_of(other.pid)]
+        account.measure(family, {first.pid: "rollout"})
         for one in (first, other):
             assert one.stdin is not None
             one.stdin.close()
     before = account.by_role()
     assert before["rollout"] >= 0.2 and before["ray"] >= 0.2, "the child's seconds are its worker's"
-    account.measure(family_of(os.getpid()), {})
+    account.measure(family, {})
     after = account.by_role()
     assert (after["rollout"], after["ray"]) == (before["rollout"], before["ray"]), "the last seconds of the ended stay"
     assert after["driver"] >= before["driver"] > 0
